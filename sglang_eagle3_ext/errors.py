@@ -1,0 +1,33 @@
+"""The two exceptions that a user of this package can meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_eagle3_ext.spec import Finding
+
+
+class CheckpointError(ValueError):
+    """Say that a draft, or a draft together with its target, cannot be served as it stands.
+
+    The message holds every problem that was found, one per line, never only the first.
+
+    Attributes:
+        findings: the problems as data, empty when the error was raised with a plain message.
+    """
+
+    def __init__(self, message: str, findings: Iterable[Finding] = ()) -> None:
+        super().__init__(message)
+        self.findings: tuple[Finding, ...] = tuple(findings)
+
+    @classmethod
+    def from_findings(cls, findings: Iterable[Finding]) -> CheckpointError:
+        """Build one error out of all findings of severity ``error``."""
+        errors = tuple(f for f in findings if f.severity == "error")
+        return cls("\n".join(f.message for f in errors), errors)
+
+
+class UnsupportedError(RuntimeError):
+    """Say that this environment (SGLang, device, target class) cannot do what was asked."""

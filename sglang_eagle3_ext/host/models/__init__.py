@@ -1,0 +1,1 @@
+"""The draft model classes that SGLang's registry serves."""

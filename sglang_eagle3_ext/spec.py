@@ -1,0 +1,287 @@
+"""The nouns of this package: what a draft is, what a target is, and how the two fit together.
+
+Everything here is a frozen dataclass over plain Python values. The words (boundary, source, assembly,
+feature pass, recurrent pass) are defined in ``docs/notation.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Boundary = int | Literal["final_norm"]
+"""A place in the target's residual stream: ``b`` is the stream just before layer ``b``, ``0 <= b <= n``
+(0: what the embedding emits; n: what the last layer emits, before the final norm). ``"final_norm"`` is
+the last state after the final norm."""
+
+Origin = Literal["override", "eagle3_ext", "config", "weights", "default"]
+"""Where a value was read: ``--json-model-override-args``, the draft's own ``eagle3_ext`` object, the keys
+of its dialect, its tensors, or this package's default (which is stock's)."""
+
+Severity = Literal["error", "warning", "info"]
+Order = Literal["as_listed", "ascending"]
+IdMeaning = Literal["output", "boundary", "stock"]
+"""What a plain integer id means: the output of that layer, a boundary, or whatever stock SGLang reads
+into it on the target class at hand."""
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, doubtful or worth knowing about a draft.
+
+    Attributes:
+        severity: ``error`` (must not be served), ``warning`` (served, but doubtful), ``info``.
+        code: stable slug with an entry in ``docs/findings.md``.
+        message: ``<file:key>: <what is wrong, got ...>; <what was expected>. <what to do>.``
+    """
+
+    severity: Severity
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One hidden state of the target, as the author of a draft names it.
+
+    Attributes:
+        kind: ``boundary`` (``index`` is the boundary), ``last`` (boundary n), ``final_norm``, or ``id``
+            (``index`` is a plain layer id of a dialect, whose meaning ``DraftSpec.layer_ids`` says).
+        index: the number, ``None`` for ``last`` and ``final_norm``.
+        text: the spelling it was read from, for messages.
+    """
+
+    kind: Literal["boundary", "last", "final_norm", "id"]
+    index: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The normalisations around ``fc`` and around the draft's own state.
+
+    Attributes:
+        around_fc: ``none``, ``per_source`` (one RMSNorm per fc block) or ``concatenation`` (one RMSNorm
+            over the whole fc input).
+        residual: what the first layer adds its attention to: the ``fc`` output itself (``pre_norm``) or
+            the ``fc`` output after ``hidden_norm`` (``post_norm``; speculators' ``norm_before_residual``).
+        recurrent_state: what the next recurrent pass receives: the draft's state before (``pre_norm``) or
+            after (``post_norm``; ``norm_output``) its final norm.
+        final_norm: whether the head reads the state through a final norm.
+    """
+
+    around_fc: Literal["none", "per_source", "concatenation"] = "none"
+    residual: Literal["pre_norm", "post_norm"] = "pre_norm"
+    recurrent_state: Literal["pre_norm", "post_norm"] = "pre_norm"
+    final_norm: bool = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The shape of the draft's own decoder layers."""
+
+    kind: Literal["gqa", "mla"]
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. ``scaling`` is the dialect's object in the ``rope_type`` spelling."""
+
+    theta: float
+    scaling: Mapping[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """Vocabulary sizes and how a draft token id becomes a target token id.
+
+    Attributes:
+        map: ``offset`` (``target = draft + d2t[draft]``), ``absolute`` (``target = d2t[draft]``) or
+            ``none`` (the same ids).
+    """
+
+    target: int
+    draft: int
+    map: Literal["offset", "absolute", "none"]
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """What a checkpoint records about the target it was trained for; ``None`` where it records nothing."""
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The acceptance that was measured for this draft when it was known to be served right."""
+
+    accept_length: float
+    accept_per_position: tuple[float, ...]
+    steps: int
+    topk: int
+    draft_tokens: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint, from the file's header alone. ``dtype`` in safetensors' spelling (``BF16``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Everything a checkpoint says about how its draft was trained, with the origin of every value.
+
+    Attributes:
+        path: the checkpoint's folder.
+        format: the dialect that claimed it (``eagle``, ``speculators``, ...).
+        architecture: the architecture string of its ``config.json``.
+        sources: the states ``fc`` was trained on, in fc column order after ``order`` is applied to them;
+            ``None`` when the checkpoint names none (the plan then takes stock's default and warns).
+        order: whether ``sources`` stand as listed or are to be sorted ascending.
+        layer_ids: what sources of kind ``id`` mean.
+        num_sources: number of fc blocks; 0 for a draft without ``fc``.
+        target_hidden_size: width of one source.
+        fc_in: input width of ``fc``; ``None`` for a draft without ``fc``.
+        weights: file tensor name -> canonical name (``fc.weight``, ``layers.0.self_attn.q_proj.weight``,
+            ``fc_norm.0.weight``, ``input_norm.weight``, ``norm.weight``, ``lm_head.weight``,
+            ``embed_tokens.weight``, ``d2t``, ``t2d``). Tensors without a home are absent from it.
+        tensors: file tensor name -> header.
+        missing: canonical names the model needs and the file lacks.
+        origins: field name -> origin.
+        findings: problems that can be seen without a target.
+    """
+
+    path: str
+    format: str
+    architecture: str
+    sources: tuple[Source, ...] | None
+    order: Order
+    layer_ids: IdMeaning
+    num_sources: int
+    target_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    fc_in: int | None
+    fc_bias: bool
+    mlp_bias: bool
+    norms: Norms
+    attention: Attention
+    rope: Rope
+    vocab: Vocab
+    embed: Literal["own", "target"]
+    lm_head: Literal["own", "target", "tied"]
+    rms_norm_eps: float
+    hidden_act: str
+    max_position_embeddings: int
+    dtype: str | None
+    producer: str | None
+    verifier: Verifier
+    expected: Expected | None
+    strict: bool
+    has_eagle3_ext: bool
+    weights: Mapping[str, str] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    missing: tuple[str, ...]
+    origins: Mapping[str, Origin]
+    findings: tuple[Finding, ...]
+
+    @property
+    def unconsumed(self) -> tuple[str, ...]:
+        """Name the tensors of the file that have no home in the model."""
+        return tuple(sorted(set(self.tensors) - set(self.weights)))
+
+
+@dataclass(frozen=True)
+class StockReading:
+    """How stock SGLang 0.5.23 reads a plain id list on one target class.
+
+    Attributes:
+        ids: ``output`` (id k = boundary k+1), ``boundary`` (id k = boundary k), ``first_is_one``
+            (``output`` when the first id is 1, else ``boundary``) or ``max_is_n`` (``boundary`` when the
+            largest id is n, else ``output``).
+        default_shift: added to the classic default boundaries ``[2, n//2, n-3]``.
+        captures_last: whether stock captures boundary n on this class.
+        captures_embedding: whether stock captures boundary 0 on this class.
+    """
+
+    ids: Literal["output", "boundary", "first_is_one", "max_is_n"]
+    default_shift: int = 0
+    captures_last: bool = False
+    captures_embedding: bool = True
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What the plan needs to know about a target.
+
+    Attributes:
+        path: folder or Hub id, for messages.
+        architecture: the architecture string of its ``config.json``.
+        num_layers: n.
+        hidden_size: width of its residual stream.
+        vocab_size: rows of its embedding as its config says.
+        reading: how stock reads plain ids on it; ``None`` when stock has no EAGLE-3 capture on it.
+    """
+
+    path: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    reading: StockReading | None
+
+
+@dataclass(frozen=True)
+class AssemblyPlan:
+    """One draft on one target: what is captured, and where each captured state lands in ``fc``.
+
+    Attributes:
+        boundaries: the states in fc column order.
+        capture: the same states in the order the target emits them (ascending, ``final_norm`` last).
+        block_of: ``block_of[i]`` is the fc block that ``capture[i]`` feeds; the identity when no
+            permutation is needed.
+        stock_boundaries: what stock would capture for the dialect's own ids on this target, in fc column
+            order; ``None`` where stock refuses or loses one.
+        stock_ids: the id list with which stock would capture ``capture`` on this target class; ``None``
+            where no list does.
+        equals_stock: whether stock, given this checkpoint as it lies on disk, computes the same draft.
+        differences: one sentence for each thing stock would do otherwise.
+        origins: field name -> origin, the spec's with the plan's own added.
+        findings: the spec's findings and those that need the target.
+    """
+
+    spec: DraftSpec
+    target: TargetFacts
+    boundaries: tuple[Boundary, ...]
+    capture: tuple[Boundary, ...]
+    block_of: tuple[int, ...]
+    stock_boundaries: tuple[Boundary, ...] | None
+    stock_ids: tuple[int, ...] | None
+    equals_stock: bool
+    differences: tuple[str, ...]
+    origins: Mapping[str, Origin]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Say whether ``fc`` can be used as stored."""
+        return self.block_of == tuple(range(len(self.block_of)))
