@@ -1,20 +1,68 @@
-"""The two entry points SGLang calls."""
+"""The two entry points SGLang calls.
+
+SGLang logs and swallows what a plugin raises, so nothing here may fail half-way: either every hook is
+placed, or stock stays untouched, one ERROR line says why, and a draft that carries ``eagle3_ext`` (which
+stock would serve by its own rules) is refused.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+
+from sglang_eagle3_ext.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_PLATFORM = "eagle3_ext"
 
 
 def activate_platform() -> str | None:
     """Offer the CPU platform, only when it was asked for by name (``SGLANG_PLATFORM=eagle3_ext``)."""
-    if os.environ.get("SGLANG_PLATFORM") != "eagle3_ext":
+    if os.environ.get("SGLANG_PLATFORM") != _PLATFORM:
         return None
     return "sglang_eagle3_ext.host.cpu.platform.Eagle3CpuPlatform"
 
 
 def register() -> None:
-    """Register with SGLang everything this package adds to it."""
-    if os.environ.get("SGLANG_PLATFORM") == "eagle3_ext":
+    """Register with SGLang everything this package adds to it, or nothing and say why."""
+    if os.environ.get("SGLANG_PLATFORM") == _PLATFORM:
         from sglang_eagle3_ext.host import cpu
 
         cpu.register()
+
+    from sglang_eagle3_ext.host import contract, guard
+    from sglang_eagle3_ext.host.switches import read_switches
+
+    try:
+        switches = read_switches()
+    except UnsupportedError as error:
+        guard.refuse(str(error))
+        return
+    if not switches.ext:
+        logger.info("EAGLE3_EXT=off: stock SGLang serves EAGLE-3 drafts by its own rules.")
+        return
+    problems = contract.problems("start")
+    if problems:
+        guard.refuse(
+            f"this SGLang ({contract.installed_version()}) is not the one sglang-eagle3-ext was made for "
+            f"({contract.REFERENCE_VERSION}): " + " ".join(problems)
+        )
+        return
+    place_hooks()
+
+
+def place_hooks() -> None:
+    """Place every hook of the contract."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_eagle3_ext.host import capture, config, contract, launcher, startup
+
+    HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_launch, HookType.AFTER)
+    HookRegistry.register(contract.CONFIG_PARSER_SEAM, config.parse_speculators_config, HookType.AROUND)
+    HookRegistry.register(contract.DRAFT_CONFIG_SEAM, config.normalise_draft_config, HookType.AFTER)
+    HookRegistry.register(contract.MODEL_CLASS_SEAM, startup.register_models, HookType.BEFORE)
+    HookRegistry.register(contract.PLAN_SEAM, config.resolve_plan, HookType.AFTER)
+    HookRegistry.register(contract.CAPTURE_SEAM, capture.configure_capture, HookType.AROUND)
+    HookRegistry.register(contract.FINAL_NORM_SEAM, capture.final_norm, HookType.AROUND)
+    HookRegistry.register(contract.REPORT_SEAM, startup.report, HookType.AFTER)

@@ -1,0 +1,197 @@
+"""From SGLang's configs to our plan: which draft is ours, what SGLang must believe about it, what is captured."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from sglang_eagle3_ext import assembly, formats
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, TargetFacts
+
+logger = logging.getLogger(__name__)
+
+DRAFT_KEY = "eagle3_ext_draft"
+"""Attribute of a draft's hf_config that says the draft is served by this package (JSON text, see draft_key)."""
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def draft_key(path: str, revision: str | None, override: Mapping[str, Any] | None) -> str:
+    """Spell the identity of a draft as text, so that it can travel in an hf_config."""
+    return json.dumps([path, revision, dict(override or {})], sort_keys=True)
+
+
+@lru_cache(maxsize=8)
+def _read(key: str) -> DraftSpec:
+    path, revision, override = json.loads(key)
+    return formats.read_draft(path, override=override, revision=revision)
+
+
+def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | None) -> DraftSpec | None:
+    """Read a draft, or return ``None`` when the checkpoint is not an EAGLE-3 draft that this package serves.
+
+    Raises:
+        CheckpointError: the checkpoint is one of ours and broken, or it carries ``eagle3_ext`` and is none.
+    """
+    try:
+        spec = _read(draft_key(path, revision, override))
+    except CheckpointError as error:
+        if any(f.code == "no_dialect" for f in error.findings) and not (
+            override or formats.carries_eagle3_ext(path, revision=revision)
+        ):
+            return None
+        raise
+    if spec.attention.kind != "gqa" and not spec.has_eagle3_ext:
+        return None
+    return spec
+
+
+def ext_override(model_override_args: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ``eagle3_ext`` object of ``--json-model-override-args``.
+
+    Raises:
+        CheckpointError: it is not an object.
+    """
+    override = model_override_args.get("eagle3_ext")
+    if override is not None and not isinstance(override, Mapping):
+        raise CheckpointError(
+            f"--json-model-override-args:eagle3_ext: got {override!r}; expected an object. "
+            'Write it like {"eagle3_ext": {"sources": ["embed", "layer3", "layer31"]}}.'
+        )
+    return override
+
+
+def draft_hf_fields(spec: DraftSpec) -> dict[str, Any]:
+    """Spell a draft as the hf_config fields that SGLang sizes buffers, KV pools and logits from."""
+    fields: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.attention.num_layers,
+        "num_attention_heads": spec.attention.heads,
+        "num_key_value_heads": spec.attention.kv_heads,
+        "head_dim": spec.attention.head_dim,
+        "vocab_size": spec.vocab.target,
+        "draft_vocab_size": None if spec.lm_head == "target" else spec.vocab.draft,
+        "tie_word_embeddings": spec.lm_head == "tied",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": spec.hidden_act,
+        # Stock's attention reads this one flag for o_proj; q/k/v biases are the model class's business.
+        "attention_bias": spec.attention.o_bias,
+        "eagle_config": {"use_aux_hidden_state": spec.num_sources > 0},
+    }
+    if spec.num_sources:
+        fields["num_aux_hidden_states"] = spec.num_sources
+        fields["target_hidden_size"] = spec.target_hidden_size
+    if spec.max_position_embeddings:
+        fields["max_position_embeddings"] = spec.max_position_embeddings
+    if spec.rope.partial_rotary_factor != 1.0:
+        fields["partial_rotary_factor"] = spec.rope.partial_rotary_factor
+    return fields
+
+
+def rope_parameters(spec: DraftSpec) -> dict[str, Any]:
+    """Spell the draft's rope in the one form that stock's attention reads without guessing."""
+    return {"rope_type": "default", **(spec.rope.scaling or {}), "rope_theta": spec.rope.theta}
+
+
+def normalise_draft_config(_result: Any, model_config: Any) -> None:
+    """Give SGLang the draft's real shape (AFTER ``ModelConfig._config_draft_model``).
+
+    Only drafts of ours are touched, and a key the user overrides on the command line keeps his value.
+    """
+    if not model_config.is_draft_model or (model_config.speculative_algorithm or "").upper() != "EAGLE3":
+        return
+    override = ext_override(model_config.model_override_args)
+    path, revision = model_config.model_path, model_config.revision
+    spec = read_spec(path, revision, override)
+    hf_config = model_config.hf_config
+    if spec is None:
+        logger.warning(
+            "%s: not a draft this package serves (architectures %s); it is left to stock SGLang.",
+            path,
+            getattr(hf_config, "architectures", None),
+        )
+        return
+    fields = draft_hf_fields(spec)
+    if spec.origins.get("rope.theta") in ("override", "eagle3_ext") or spec.origins.get("rope.scaling") in (
+        "override",
+        "eagle3_ext",
+    ):
+        fields["rope_parameters"] = rope_parameters(spec)
+    for name, value in fields.items():
+        if name not in model_config.model_override_args and getattr(hf_config, name, _ABSENT) != value:
+            setattr(hf_config, name, value)
+    setattr(hf_config, DRAFT_KEY, draft_key(path, revision, override))
+
+
+_ABSENT = object()
+
+
+def parse_speculators_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Parse a draft config that has no ``model_type`` (AROUND the ``hf`` config parser's ``parse``).
+
+    speculators nests the layer's shape in ``transformer_layer_config``, which transformers cannot read.
+    Everything else goes to the original parser.
+    """
+    config = formats.read_config(str(model), revision=kwargs.get("revision"), missing_ok=True)
+    if config is None or "speculators_model_type" not in config:
+        return original(parser, model, *args, **kwargs)
+    from transformers import LlamaConfig
+
+    spec = formats.read_draft(str(model), revision=kwargs.get("revision"))
+    hf_config = LlamaConfig(**draft_hf_fields(spec), rope_parameters=rope_parameters(spec))
+    if spec.dtype:
+        hf_config.dtype = spec.dtype
+    hf_config._name_or_path = str(model)
+    return hf_config
+
+
+# ---- the plan of this process -----------------------------------------------------------------------------
+
+_plans: dict[str, AssemblyPlan] = {}
+
+
+def target_facts(model_config: Any) -> TargetFacts:
+    """Describe SGLang's target to the plan."""
+    architecture = (model_config.hf_config.architectures or ["?"])[0]
+    text = model_config.hf_text_config
+    return TargetFacts(
+        path=model_config.model_path,
+        architecture=architecture,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        reading=assembly.stock_reading(architecture),
+    )
+
+
+def resolve_plan(
+    result: Any, *, server_args: Any, model_config: Any, spec_algorithm: Any, is_draft_worker: bool
+) -> None:
+    """Resolve the plan once both configs are in hand (AFTER ``resolve_spec_aux_hidden_state_config``).
+
+    Raises:
+        CheckpointError: draft and target do not fit; holds every problem. No weight is loaded yet.
+    """
+    del server_args
+    if is_draft_worker or not spec_algorithm.is_eagle3() or result.draft_model_config is None:
+        return
+    key = getattr(result.draft_model_config.hf_config, DRAFT_KEY, None)
+    if key is None:
+        return
+    plan = assembly.plan(_read(key), target_facts(model_config))
+    assembly.check(plan)
+    _plans[key] = plan
+    result.eagle_use_aux_hidden_state = plan.spec.num_sources > 0
+    # SGLang carries this field untouched to configure_aux_hidden_state_capture, where host.capture takes it.
+    result.eagle_aux_hidden_state_layer_ids = plan if plan.spec.num_sources else None
+
+
+def plan_of(key: str) -> AssemblyPlan | None:
+    """Return the plan that was resolved under this key in this process."""
+    return _plans.get(key)

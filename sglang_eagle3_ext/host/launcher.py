@@ -1,0 +1,92 @@
+"""Checks in the launcher process, before a worker starts and before any weight loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sglang_eagle3_ext import assembly, formats
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.host import config
+
+_OTHER_ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE")
+
+
+def check_launch(_result: Any, server_args: Any) -> None:
+    """Check draft, target and flags together (AFTER ``handle_speculative_decoding``).
+
+    Raises:
+        CheckpointError: the draft cannot be served like this; holds every problem. On SGLang's own command
+            line the process ends with these lines and exit code 1.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    args = resolving_view(server_args)
+    algorithm = (args.speculative_algorithm or "").upper()
+    if algorithm != "EAGLE3" and algorithm not in _OTHER_ALGORITHMS:
+        return
+    try:
+        _check(args, algorithm)
+    except CheckpointError:
+        report_without_traceback()
+        raise
+
+
+def _check(args: Any, algorithm: str) -> None:
+    draft = args.speculative_draft_model_path
+    if draft is None:
+        if algorithm == "EAGLE3":
+            raise CheckpointError(
+                "--speculative-draft-model-path: got none; expected the folder or Hub id of an EAGLE-3 draft. "
+                "Name the draft, or serve without --speculative-algorithm EAGLE3."
+            )
+        return
+    override = config.ext_override(json.loads(args.json_model_override_args or "{}"))
+    revision = args.speculative_draft_model_revision
+    if algorithm != "EAGLE3":
+        if formats.is_eagle3_draft(draft, revision=revision):
+            raise CheckpointError(
+                f"--speculative-algorithm: got {algorithm} for {draft}, which is an EAGLE-3 draft; expected "
+                "EAGLE3, because every other algorithm feeds it one hidden state and skips its fc. "
+                "Serve it with --speculative-algorithm EAGLE3."
+            )
+        return
+    spec = config.read_spec(draft, revision, override)
+    if spec is None:
+        return
+    plan = assembly.plan(spec, formats.read_target(args.model_path, revision=args.revision))
+    assembly.check(plan)
+    if args.pp_size > 1 and spec.num_sources:
+        raise CheckpointError(
+            f"--pipeline-parallel-size: got {args.pp_size}; expected 1, because stages before the last one never "
+            "hand their hidden states to the draft. Use tensor parallelism."
+        )
+    if args.enable_two_batch_overlap and spec.num_sources:
+        raise CheckpointError(
+            "--enable-two-batch-overlap: got it with an EAGLE-3 draft; expected it to be off, because SGLang's "
+            "overlapped path captures no hidden states. Drop the flag."
+        )
+
+
+def report_without_traceback() -> None:
+    """On SGLang's own command line, end with the message alone; a caller of ``Engine`` keeps his traceback."""
+    main = sys.modules.get("__main__")
+    module = getattr(getattr(main, "__spec__", None), "name", None)
+    if module not in ("sglang.launch_server", "sglang.cli.main", "sglang.__main__") and (
+        Path(sys.argv[0]).name != "sglang"
+    ):
+        return
+    previous = sys.excepthook
+
+    def one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, CheckpointError):
+            previous(kind, error, trace)
+            return
+        for line in str(error).splitlines():
+            sys.stderr.write(f"sglang-eagle3: {line}\n")
+        sys.stderr.flush()
+
+    sys.excepthook = one_line

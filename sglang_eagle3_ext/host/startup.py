@@ -1,0 +1,97 @@
+"""What happens once per server: our classes enter the model registry, and the log says what is served."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_eagle3_ext import assembly
+from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host.switches import read_switches
+from sglang_eagle3_ext.spec import AssemblyPlan
+
+logger = logging.getLogger(__name__)
+
+_registered = False
+
+
+def register_models(*_args: Any, **_kwargs: Any) -> None:
+    """Put our draft classes into SGLang's registry (BEFORE the first model class is resolved).
+
+    Raises:
+        UnsupportedError: SGLang's model classes are not shaped as we need them.
+    """
+    global _registered
+    if _registered:
+        return
+    from sglang.srt.models.registry import ModelRegistry
+
+    problems = contract.problems("models")
+    if problems:
+        raise UnsupportedError(
+            f"SGLang {contract.installed_version()} is not the one sglang-eagle3-ext was made for "
+            f"({contract.REFERENCE_VERSION}): {' '.join(problems)} Run: sglang-eagle3 doctor"
+        )
+    ModelRegistry.register("sglang_eagle3_ext.host.models", overwrite=True, strict=True)
+    _registered = True
+
+
+def report(_result: Any, draft_worker: Any) -> None:
+    """Log the start-up block (AFTER the draft worker's attention backends are made), on the first rank."""
+    runner = draft_worker.draft_runner
+    plan = getattr(runner.model, "plan", None)
+    if not isinstance(plan, AssemblyPlan) or runner.tp_rank != 0:
+        return
+    for line in block(plan, runner):
+        logger.info("%s", line)
+
+
+def block(plan: AssemblyPlan, runner: Any) -> list[str]:
+    """Spell the resolved assembly and how it is served, one line each.
+
+    Args:
+        plan: the plan.
+        runner: SGLang's model runner of the draft.
+    """
+    spec, n = plan.spec, plan.target.num_layers
+    origin = plan.origins
+
+    def line(title: str, text: str, *fields: str) -> str:
+        came = sorted({origin[f] for f in fields if f in origin})
+        return f"  {title:<17} {text}" + (f"   (from {', '.join(came)})" if came else "")
+
+    spelled = " | ".join(assembly.spell(b, n) for b in plan.boundaries)
+    words = assembly.spellings(plan)
+    window = spec.attention.sliding_window
+    lines = [
+        f"EAGLE-3 draft {spec.path} ({spec.format}) on {plan.target.path} ({plan.target.architecture}, {n} layers)",
+        line("assembly", f"fc <- [{spelled}]" if spec.fc_in else f"{spelled}, without fc", "sources"),
+        line("boundaries", f"{list(plan.boundaries)}, order {spec.order}", "order", "layer_ids"),
+        line("same states as", "; ".join(f"{k} {v}" for k, v in words.items())),
+        line("norms around fc", spec.norms.around_fc, "norms"),
+        line("residual", spec.norms.residual, "residual"),
+        line("recurrent state", spec.norms.recurrent_state, "recurrent_state"),
+        line("vocabulary map", f"{spec.vocab.map}, {spec.vocab.draft} of {spec.vocab.target}", "vocab_map"),
+        line("embedding", runner.model.embed_origin, "embed"),
+        line("head", spec.lm_head, "lm_head"),
+        line(
+            "attention",
+            f"{spec.attention.num_layers} layer(s), {spec.attention.heads} heads, {spec.attention.kv_heads} kv heads"
+            + (f", window {window}" if window else "")
+            + f"; backend {type(runner.attn_backend).__name__}",
+        ),
+        line("quantisation", str(runner.model_config.quantization or "none") + f", {runner.dtype}"),
+        line("kernels", _kernels(runner.model)),
+    ]
+    lines += [f"  unlike stock      {text}" for text in plan.differences]
+    lines += [f"  {f.severity:<17} {f.message}" for f in plan.findings if f.severity != "info"]
+    return lines
+
+
+def _kernels(model: Any) -> str:
+    if not read_switches().kernels:
+        return "off; stock's operators compute the draft (EAGLE3_EXT_KERNELS=off)"
+    if model.model.fused:
+        return "fc_proj and norm_concat, PyTorch twins in float32"
+    return "stock's operators compute the draft"
