@@ -1,0 +1,62 @@
+# `make demo` and `make test` do all their own set-up: a .venv in the tree, on top of the SGLang of the active Python
+# where that has the pinned release, else with SGLang installed into it.
+# PYTHON=/path/to/python uses that environment as it is and installs nothing into it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test lint typecheck docs kernels target
+
+ifdef PYTHON
+PY := $(abspath $(shell command -v $(PYTHON)))
+$(if $(PY),,$(error PYTHON=$(PYTHON): no such interpreter))
+DEMO_READY := check-demo
+TEST_READY := check-test
+.PHONY: check-demo check-test
+check-demo check-test: check-%:
+	@$(PY) requirements/check.py $*
+else
+PY := $(CURDIR)/.venv/bin/python
+DEMO_READY := .venv/.ready-demo
+TEST_READY := .venv/.ready-test
+endif
+
+SETUP := requirements/setup.sh requirements/check.py requirements/demo.txt requirements/demo-nodeps.txt pyproject.toml
+
+.venv/.ready-demo: $(SETUP)
+	requirements/setup.sh demo
+
+.venv/.ready-test: .venv/.ready-demo requirements/test.txt requirements/test-nodeps.txt
+	requirements/setup.sh test
+
+# Three servers on this machine, the same questions to each, one table. Leaves .demo/demo.json.
+demo: $(DEMO_READY) target
+	$(PY) -m benchmarks.demo.demo
+
+# The demo's target model, written once to .demo/SmolLM2-135M-Instruct.
+target: $(DEMO_READY)
+	$(PY) -m benchmarks.demo.target
+
+# Without a host first: it is quick and says most.
+test: $(TEST_READY) target
+	$(PY) -m pytest -m "not host and not e2e"
+	$(PY) -m pytest -m "host and not e2e"
+	$(PY) -m pytest -m e2e
+
+kernels: $(TEST_READY)
+	$(PY) -m pytest tests/test_kernels
+
+lint: $(TEST_READY) typecheck
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@if git grep -nE 'make_block_ptr|tl\.advance' -- kernels; then echo 'kernels/: block pointers are banned'; exit 1; fi
+
+# In the layout of a wheel: mypy cannot see that kernels/ belongs inside the package.
+typecheck: $(TEST_READY)
+	rm -rf build/typecheck && mkdir -p build/typecheck
+	cp -Rp sglang_eagle3_ext build/typecheck/ && cp -Rp kernels build/typecheck/sglang_eagle3_ext/
+	cd build/typecheck && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	$(PY) -m mypy --config-file pyproject.toml --cache-dir .mypy_cache -p benchmarks
+
+# Figures in README.md come from benchmarks/results/, never from a keyboard.
+docs: $(DEMO_READY)
+	$(PY) -m benchmarks.render
