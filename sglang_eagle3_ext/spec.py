@@ -6,6 +6,7 @@ feature pass, recurrent pass) are defined in ``docs/notation.md``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -58,6 +59,37 @@ class Source:
     kind: Literal["boundary", "last", "final_norm", "id"]
     index: int | None
     text: str
+
+
+SOURCE_GRAMMAR = "embed, layerK (output of layer K), layerK.input, boundaryB, last or final_norm"
+
+_NUMBERED_SOURCE = re.compile(r"(layer|boundary)(0|[1-9][0-9]*)(\.input)?")
+
+
+def parse_source(text: str) -> Source:
+    """Read one source in the spelling that users write.
+
+    Args:
+        text: ``embed``, ``layerK``, ``layerK.input``, ``boundaryB``, ``last`` or ``final_norm``.
+
+    Returns:
+        The source, with ``text`` kept for messages.
+
+    Raises:
+        ValueError: the text is none of these; the message names the grammar.
+    """
+    if text == "embed":
+        return Source("boundary", 0, text)
+    if text == "last":
+        return Source("last", None, text)
+    if text == "final_norm":
+        return Source("final_norm", None, text)
+    match = _NUMBERED_SOURCE.fullmatch(text)
+    if match is None or (match[1] == "boundary" and match[3]):
+        raise ValueError(f"{text!r} is not a source; expected {SOURCE_GRAMMAR}")
+    number = int(match[2])
+    is_output = match[1] == "layer" and not match[3]
+    return Source("boundary", number + 1 if is_output else number, text)
 
 
 @dataclass(frozen=True)
@@ -138,6 +170,23 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class StockView:
+    """What stock SGLang 0.5.23 makes of a checkpoint as it lies on disk, before any target is known.
+
+    Attributes:
+        ids: the id list that stock finds (it looks into ``eagle_config`` only); ``None`` where it finds
+            none and takes its default.
+        uses_aux: whether stock captures anything; otherwise the draft reads the state after the final norm.
+        differences: one sentence for each thing that stock would compute otherwise, its choice of
+            boundaries aside.
+    """
+
+    ids: tuple[int, ...] | None = None
+    uses_aux: bool = True
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a checkpoint, from the file's header alone. ``dtype`` in safetensors' spelling (``BF16``)."""
 
@@ -154,8 +203,8 @@ class DraftSpec:
         path: the checkpoint's folder.
         format: the dialect that claimed it (``eagle``, ``speculators``, ...).
         architecture: the architecture string of its ``config.json``.
-        sources: the states ``fc`` was trained on, in fc column order after ``order`` is applied to them;
-            ``None`` when the checkpoint names none (the plan then takes stock's default and warns).
+        sources: the states ``fc`` was trained on, as listed (``order`` says whether that is fc column
+            order); ``None`` when the checkpoint names none (the plan then takes stock's default and warns).
         order: whether ``sources`` stand as listed or are to be sorted ascending.
         layer_ids: what sources of kind ``id`` mean.
         num_sources: number of fc blocks; 0 for a draft without ``fc``.
@@ -163,11 +212,15 @@ class DraftSpec:
         fc_in: input width of ``fc``; ``None`` for a draft without ``fc``.
         weights: file tensor name -> canonical name (``fc.weight``, ``layers.0.self_attn.q_proj.weight``,
             ``fc_norm.0.weight``, ``input_norm.weight``, ``norm.weight``, ``lm_head.weight``,
-            ``embed_tokens.weight``, ``d2t``, ``t2d``). Tensors without a home are absent from it.
+            ``embed_tokens.weight``, ``d2t``, ``t2d``). Tensors without a home are absent from it; a tensor
+            that is left out on purpose has a canonical name that starts with ``ignored/``. Every layer has
+            ``input_layernorm`` (layer 0: over the embedding; others: before attention), layer 0 alone
+            ``hidden_norm``.
         tensors: file tensor name -> header.
         missing: canonical names the model needs and the file lacks.
         origins: field name -> origin.
         findings: problems that can be seen without a target.
+        stock: what stock makes of the same files.
     """
 
     path: str
@@ -203,6 +256,7 @@ class DraftSpec:
     missing: tuple[str, ...]
     origins: Mapping[str, Origin]
     findings: tuple[Finding, ...]
+    stock: StockView = StockView()
 
     @property
     def unconsumed(self) -> tuple[str, ...]:
@@ -221,12 +275,15 @@ class StockReading:
         default_shift: added to the classic default boundaries ``[2, n//2, n-3]``.
         captures_last: whether stock captures boundary n on this class.
         captures_embedding: whether stock captures boundary 0 on this class.
+        captures_residual: whether what stock captures above boundary 0 is the residual stream; on a class
+            where it is only a layer's own contribution, nothing but boundary 0 comes out right.
     """
 
     ids: Literal["output", "boundary", "first_is_one", "max_is_n"]
     default_shift: int = 0
     captures_last: bool = False
     captures_embedding: bool = True
+    captures_residual: bool = True
 
 
 @dataclass(frozen=True)

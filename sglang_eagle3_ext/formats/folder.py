@@ -1,0 +1,290 @@
+"""A checkpoint folder as it lies on disk: its ``config.json`` and the headers of its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.eagle3_ext import Declared, merge
+from sglang_eagle3_ext.spec import Finding, Severity, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CONFIG_FILES = ("*.json",)
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def fatal(code: str, message: str) -> CheckpointError:
+    """Build the error for a problem that leaves nothing to be checked further."""
+    return CheckpointError.from_findings([Finding("error", code, message)])
+
+
+def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool = True) -> Path:
+    """Find a checkpoint: a local folder, else the snapshot of a Hub id.
+
+    Args:
+        path: local folder or Hub id.
+        revision: branch, tag or commit of a Hub id; ignored for a local folder.
+        weights: whether the weights are needed besides the JSON files.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise fatal(
+            "no_checkpoint", f"{path}: is a file; expected a folder with config.json. Name the folder that holds it."
+        )
+    text = str(path)
+    if not _HUB_ID.fullmatch(text):
+        raise fatal("no_checkpoint", f"{path}: no such folder; expected a checkpoint folder or a Hub id. Check the path.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise fatal(
+            "no_checkpoint",
+            f"{path}: no such folder, and huggingface_hub is not installed; expected a checkpoint folder. "
+            "Check the path, or install huggingface_hub to read from the Hub.",
+        ) from None
+    patterns = [*_CONFIG_FILES, *(_WEIGHT_FILES if weights else ())]
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        # The Hub client raises errors of its own, of requests and of the operating system.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise fatal(
+            "no_checkpoint",
+            f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder or a Hub "
+            "id. Check the spelling, the network and HF_HUB_OFFLINE.",
+        ) from error
+
+
+def read_json(file: Path, code: str) -> dict[str, Any]:
+    """Read a JSON file whose top level is an object.
+
+    Raises:
+        CheckpointError: the file is absent, is no JSON or holds something else.
+    """
+    if not file.is_file():
+        raise fatal(code, f"{file}: no such file; expected a checkpoint with it. Check the folder.")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise fatal(code, f"{file}: cannot be read, got {error}; expected JSON. Repair or fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise fatal(code, f"{file}: got {type(value).__name__}; expected a JSON object. Repair or fetch the file again.")
+    return value
+
+
+@dataclass
+class Folder:
+    """A checkpoint folder that has been opened; dialects read from it and add to ``findings``.
+
+    Attributes:
+        path: the folder.
+        config: the content of ``config.json``.
+        declared: the merged ``eagle3_ext`` object.
+        tensors: tensor name -> header, of every weight file.
+        findings: what was noticed so far.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    declared: Declared
+    tensors: Mapping[str, TensorInfo]
+    findings: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path, override: Mapping[str, Any] | None) -> Folder:
+        """Open a folder and read what lies in it, values of tensors aside.
+
+        Raises:
+            CheckpointError: ``config.json``, ``eagle3_ext`` or a weight file cannot be read.
+        """
+        config = read_json(path / "config.json", "config_unreadable")
+        declared = merge(config.get("eagle3_ext"), override, f"{path}/config.json:eagle3_ext")
+        findings: list[Finding] = []
+        return cls(path, config, declared, _read_headers(path, findings), findings)
+
+    def add(self, severity: Severity, code: str, place: str, text: str) -> None:
+        """Report a finding at ``<folder>/<place>``."""
+        self.findings.append(Finding(severity, code, f"{self.path}/{place}: {text}"))
+
+    def values(self, name: str) -> Tensor:
+        """Load one tensor on the CPU."""
+        return next(iter(load_tensors(self.path, {name: self.tensors[name]})))[1]
+
+
+def _read_headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
+    """Read the header of every tensor, and check the files against their index."""
+    safetensors = sorted(path.glob("*.safetensors"))
+    pickles = sorted(path.glob("pytorch_model*.bin"))
+    # SGLang and transformers prefer safetensors where both lie side by side.
+    files, read = (safetensors, _safetensors_header) if safetensors else (pickles, _pickle_header)
+    indices = sorted(path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json"))
+    index: dict[str, str] = {}
+    for file in indices:
+        weight_map = read_json(file, "index_unreadable").get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise fatal(
+                "index_unreadable", f"{file}:weight_map: got {weight_map!r}; expected an object. Fetch the file again."
+            )
+        index.update(weight_map)
+    absent = sorted({shard for shard in index.values() if not (path / shard).is_file()})
+    if absent:
+        raise fatal(
+            "shard_absent",
+            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every shard. "
+            "Fetch the missing files.",
+        )
+    if not files:
+        raise fatal(
+            "no_weights",
+            f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the folder.",
+        )
+    if index:
+        extra = [file.name for file in files if file.name not in index.values()]
+        files = [file for file in files if file.name in index.values()]
+        if extra:
+            findings.append(
+                Finding(
+                    "warning",
+                    "shard_unlisted",
+                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; expected "
+                    "every weight file to be named. Remove the file or correct the index.",
+                )
+            )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in read(file).items():
+            if name in tensors:
+                findings.append(
+                    Finding(
+                        "error",
+                        "tensor_twice",
+                        f"{file}:{name}: is also in {tensors[name].file}; expected each tensor once. "
+                        "Remove one of the two files.",
+                    )
+                )
+            tensors[name] = info
+    unfound = sorted(name for name in index if name not in tensors)
+    if unfound:
+        findings.append(
+            Finding(
+                "error",
+                "index_disagrees",
+                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; expected "
+                "index and shards to agree. Fetch the checkpoint again.",
+            )
+        )
+    return tensors
+
+
+def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            return {
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype(), file.name)
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: cannot be read, got {error}; expected a whole safetensors file. Fetch the file again.",
+        ) from error
+
+
+# The spellings of safetensors, so that a header reads the same from either kind of file.
+_DTYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+
+def _pickle_header(file: Path) -> dict[str, TensorInfo]:
+    return {
+        name: TensorInfo(tuple(tensor.shape), _DTYPES.get(str(tensor.dtype), str(tensor.dtype)), file.name)
+        for name, tensor in _load_pickle(file).items()
+    }
+
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
+    import pickle
+
+    import torch
+
+    try:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            # Files of the time before the zip container cannot be mapped.
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the file again.",
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. "
+            "Save the model's state dict, as safetensors if you can.",
+        )
+    return content
+
+
+def load_tensors(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    """Load tensors one by one on the CPU, each file opened once.
+
+    Args:
+        path: the checkpoint's folder.
+        tensors: which to load: name -> header, as in ``DraftSpec.tensors``.
+
+    Returns:
+        An iterator over the names and the tensors, in the files' order.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name, info in tensors.items():
+        by_file.setdefault(info.file, []).append(name)
+    for file_name, names in sorted(by_file.items()):
+        file = path / file_name
+        if file.suffix == ".safetensors":
+            yield from _load_safetensors(file, names)
+        else:
+            content = _load_pickle(file)
+            yield from ((name, content[name]) for name in names)
+
+
+def _load_safetensors(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        for name in names:
+            yield name, opened.get_tensor(name)
