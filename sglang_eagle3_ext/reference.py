@@ -1,0 +1,840 @@
+"""An EAGLE-3 draft in plain PyTorch: every variant that a ``DraftSpec`` can express, in float32 or float64.
+
+It is the oracle that served drafts are compared with, and what ``probe`` runs. Nothing is fused, quantised or
+approximated; a variant is one branch in one place.
+
+Rows. Row ``p`` of a feature pass stands at position ``p``: it reads the target's states at position ``p``
+and the embedding of token ``p + 1``, and predicts token ``p + 2``. A recurrent row that continues row ``p``
+for the k-th time (k from 1) stands at position ``p + k``, reads the state of its predecessor and the token
+proposed by it, and sees the feature rows ``0..p`` and its own predecessors, never later feature rows.
+
+Dimensions: T rows, K sources, M target width, E draft width, HQ/HKV query and key heads, D head width,
+S cached rows, R chains, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.spec import Boundary, DraftSpec, Rope
+
+_ROWS_AT_ONCE = 512
+"""Rows whose attention scores or logits are held at once; bounds memory, changes no result."""
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+_TEXT_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass of the draft leaves behind, row by row.
+
+    Attributes:
+        normed: [T, E], what the head reads.
+        state: [T, E], what the next recurrent pass receives (``Norms.recurrent_state``).
+        head: [V, E] over the draft vocabulary.
+    """
+
+    normed: Tensor
+    state: Tensor
+    head: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """Compute [T, V] over the draft vocabulary."""
+        return F.linear(self.normed, self.head)
+
+    def best(self) -> Tensor:
+        """Return the [T] draft ids with the largest logit, without holding all logits at once."""
+        return torch.cat(
+            [F.linear(rows, self.head).argmax(-1) for rows in torch.split(self.normed, _ROWS_AT_ONCE)]
+        )
+
+    def __getitem__(self, rows: Any) -> Step:
+        """Select rows."""
+        return Step(self.normed[rows], self.state[rows], self.head)
+
+
+class KVCache:
+    """Keys and values of the rows a draft has seen, per layer, and the positions they stand at."""
+
+    def __init__(self, spec: DraftSpec, dtype: torch.dtype) -> None:
+        shape = (0, spec.attention.kv_heads, spec.attention.head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(spec.attention.num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype) for _ in range(spec.attention.num_layers)]
+        self.positions = torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        """Count the cached rows."""
+        return len(self.positions)
+
+    def crop(self, length: int) -> None:
+        """Forget every row after the first ``length``, as the server does after drafting."""
+        self.keys = [k[:length] for k in self.keys]
+        self.values = [v[:length] for v in self.values]
+        self.positions = self.positions[:length]
+
+
+@dataclass(frozen=True)
+class _Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer. ``embed_norm`` exists in the first layer only, which reads the embedding as well."""
+
+    embed_norm: Tensor | None
+    hidden_norm: Tensor
+    q: _Linear
+    k: _Linear
+    v: _Linear
+    o: _Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+
+
+class ReferenceDraft:
+    """A draft that can be run row by row.
+
+    Args:
+        spec: what the draft is.
+        tensors: canonical name -> tensor (``DraftSpec.weights`` lists the names), any floating dtype.
+        embed: [V, E] embedding of the target, needed where ``spec.embed`` is ``target``.
+        lm_head: [V, E] head of the target, needed where ``spec.lm_head`` is ``target``.
+        dtype: dtype of all arithmetic; float32 or float64.
+
+    Raises:
+        CheckpointError: tensors are missing or their shapes contradict the spec; lists all of them.
+        UnsupportedError: the spec describes something that is not implemented here.
+    """
+
+    def __init__(
+        self,
+        spec: DraftSpec,
+        tensors: Mapping[str, Tensor],
+        *,
+        embed: Tensor | None = None,
+        lm_head: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _refuse_unsupported(spec)
+        self.spec = spec
+        self.dtype = dtype
+        table = tensors.get("embed_tokens.weight") if spec.embed == "own" else embed
+        own_head = {"own": tensors.get("lm_head.weight"), "target": lm_head, "tied": table}[spec.lm_head]
+        problems = [*_problems_with_tensors(spec, tensors), *_problems_with_ends(spec, table, own_head)]
+        if problems or table is None or own_head is None:
+            raise CheckpointError("\n".join(problems))
+
+        def vector(name: str) -> Tensor:
+            return tensors[name].to(dtype)
+
+        def linear(name: str) -> _Linear:
+            bias = tensors.get(f"{name}.bias") if _has_bias(spec, name) else None
+            return _Linear(tensors[f"{name}.weight"].to(dtype), None if bias is None else bias.to(dtype))
+
+        norms = spec.norms
+        self._fc = linear("fc") if spec.num_sources else None
+        self._source_norms = None
+        if norms.around_fc == "per_source":
+            self._source_norms = torch.stack([vector(f"fc_norm.{k}.weight") for k in range(spec.num_sources)])
+        self._input_norm = vector("input_norm.weight") if norms.around_fc == "concatenation" else None
+        self._layers = [
+            _read_layer(spec, i, tensors, vector, linear) for i in range(spec.attention.num_layers)
+        ]
+        self._final_norm = vector("norm.weight") if norms.final_norm else None
+        self._to_target = _target_ids(spec, tensors.get("d2t"))
+        # The embedding keeps its stored dtype (it can be gigabytes); a row is promoted when it is looked up.
+        self.embed = table
+        self.head = _rows_of_draft_vocabulary(spec, own_head, self._to_target).to(dtype)
+        self._activation = _ACTIVATIONS[spec.hidden_act]
+        self._inv_freq, self._rope_factor = _rope_frequencies(spec, dtype)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Turn the target's states into the draft's hidden input: the norms around ``fc``, and ``fc``.
+
+        Args:
+            features: [T, K*M] in fc column order; for a draft without ``fc`` [T, E], returned as it is.
+
+        Returns:
+            [T, E].
+        """
+        spec = self.spec
+        width = spec.fc_in if self._fc is not None else spec.hidden_size
+        if features.dim() != 2 or features.shape[1] != width:
+            raise ValueError(
+                f"features: got {list(features.shape)}; expected [T, {width}], {spec.num_sources} sources of"
+                f" {spec.target_hidden_size}. Capture the sources that the draft was trained on."
+            )
+        x = features.to(self.dtype)
+        if self._fc is None:
+            return x
+        if self._source_norms is not None:
+            x = self._norm(
+                torch.unflatten(x, -1, (spec.num_sources, spec.target_hidden_size)), self._source_norms
+            )
+            x = x.flatten(-2)
+        if self._input_norm is not None:
+            x = self._norm(x, self._input_norm)
+        return self._fc(x)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: KVCache) -> Step:
+        """Run rows after those in the cache, each seeing the rows before it, and add them to the cache.
+
+        Args:
+            tokens: [T] target ids, the token whose embedding each row reads.
+            hidden: [T, E]: projected features, or the ``state`` of an earlier step.
+            positions: [T] positions for the rotary embedding and the sliding window.
+            cache: grows by T rows.
+
+        Returns:
+            The step of the T rows.
+        """
+        past = len(cache)
+        cache.positions = torch.cat([cache.positions, positions])
+        earlier = torch.arange(past + len(tokens)) <= torch.arange(past, past + len(tokens))[:, None]
+        visible = earlier & self._in_window(positions[:, None] - cache.positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.keys[layer] = torch.cat([cache.keys[layer], k])
+            cache.values[layer] = torch.cat([cache.values[layer], v])
+            return _attention(q, cache.keys[layer], cache.values[layer], visible)
+
+        return self._run(tokens, hidden, positions, attend)
+
+    def feature_pass(self, hidden: Tensor, tokens: Tensor) -> tuple[Step, KVCache]:
+        """Run every feature row of a sequence at once.
+
+        Args:
+            hidden: at least [T-1, E] projected features; row p belongs to position p.
+            tokens: [T] target ids of the sequence; row p reads token p+1.
+
+        Returns:
+            The step of the T-1 rows, and their cache.
+        """
+        rows = len(tokens) - 1
+        if rows < 1 or hidden.dim() != 2 or len(hidden) < rows:
+            raise ValueError(
+                f"hidden: got {list(hidden.shape)} for {len(tokens)} tokens; expected a row for each token"
+                " but the last."
+            )
+        cache = KVCache(self.spec, self.dtype)
+        return self.forward(tokens[1:], hidden[:rows], torch.arange(rows), cache), cache
+
+    def propose_chain(self, features: Tensor, tokens: Tensor, steps: int) -> Tensor:
+        """Draft a chain after the last token, one pass after another, as a server does.
+
+        Args:
+            features: at least [T-1, K*M] states of the target, in fc column order.
+            tokens: [T] target ids: the text, and the bonus token that the target produced last.
+            steps: number of tokens to draft.
+
+        Returns:
+            [steps] target ids.
+        """
+        step, cache = self.feature_pass(self.project(features), tokens)
+        step = step[-1:]
+        proposed = [self.to_target(step.best())]
+        for k in range(1, steps):
+            position = torch.tensor([len(tokens) - 2 + k])
+            step = self.forward(proposed[-1], step.state, position, cache)
+            proposed.append(self.to_target(step.best()))
+        return torch.cat(proposed)
+
+    def propose_chains(
+        self, hidden: Tensor, tokens: Tensor, steps: int, rows: Tensor | None = None
+    ) -> Tensor:
+        """Draft a chain after many places of one sequence at once.
+
+        Because a feature row sees only rows before it, one feature pass over the sequence serves every place;
+        the recurrent passes of all chains then run side by side.
+
+        Args:
+            hidden: at least [T-1, E] projected features.
+            tokens: [T] target ids of the sequence.
+            steps: number of tokens to draft.
+            rows: [R] feature rows to continue (row p drafts tokens p+2, p+3, ...); all of them by default.
+
+        Returns:
+            [R, steps] target ids.
+        """
+        step, cache = self.feature_pass(hidden, tokens)
+        rows = torch.arange(len(cache)) if rows is None else rows
+        chains = []
+        for some in torch.split(rows, _ROWS_AT_ONCE):
+            here, running = step[some], Chains(self, cache, some)
+            proposed = [self.to_target(here.best())]
+            for _ in range(1, steps):
+                here = running.advance(proposed[-1], here.state)
+                proposed.append(self.to_target(here.best()))
+            chains.append(torch.stack(proposed, dim=1))
+        return torch.cat(chains)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Translate draft ids to target ids."""
+        return ids if self._to_target is None else self._to_target[ids]
+
+    def _run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    ) -> Step:
+        """Run all layers; ``attend`` knows which keys the rows see."""
+        norms = self.spec.norms
+        hidden = hidden.to(self.dtype)
+        cos, sin = self._rotary(positions)
+        for i, layer in enumerate(self._layers):
+            normed = x = self._norm(hidden, layer.hidden_norm)
+            residual = hidden
+            if layer.embed_norm is not None:
+                embeds = self.embed[tokens].to(self.dtype)
+                x = torch.cat([self._norm(embeds, layer.embed_norm), normed], dim=-1)  # [T, 2E]
+                residual = normed if norms.residual == "post_norm" else hidden
+            width = self.spec.attention.head_dim
+            q, k, v = (torch.unflatten(proj(x), -1, (-1, width)) for proj in (layer.q, layer.k, layer.v))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            attended = attend(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            hidden = residual + layer.o(attended)
+            x = self._norm(hidden, layer.mlp_norm)
+            hidden = hidden + layer.down(self._activation(layer.gate(x)) * layer.up(x))
+        normed = hidden if self._final_norm is None else self._norm(hidden, self._final_norm)
+        return Step(normed, normed if norms.recurrent_state == "post_norm" else hidden, self.head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.spec.rms_norm_eps) * weight
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [T, 1, rotary width]."""
+        angles = positions.to(self.dtype)[:, None] * self._inv_freq
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        return angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
+
+    def _in_window(self, distance: Tensor) -> Tensor:
+        """Say which keys are near enough, given how many positions they lie before the query."""
+        window = self.spec.attention.sliding_window
+        return torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
+
+
+class Chains:
+    """Recurrent passes that continue many feature rows of one sequence side by side.
+
+    Args:
+        draft: the draft.
+        cache: of the feature pass; read, never written.
+        rows: [R] feature rows that the chains continue.
+    """
+
+    def __init__(self, draft: ReferenceDraft, cache: KVCache, rows: Tensor) -> None:
+        self._draft = draft
+        self._cache = cache
+        self._rows = rows
+        self._earlier = torch.arange(len(cache)) <= rows[:, None]  # [R, S]
+        self._own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in cache.keys]
+        self._depth = 0
+
+    def advance(self, tokens: Tensor, state: Tensor) -> Step:
+        """Run the next recurrent pass of every chain.
+
+        Args:
+            tokens: [R] target ids, the token each chain goes on with.
+            state: [R, E], the ``state`` of the step before.
+
+        Returns:
+            The step of the R rows.
+        """
+        self._depth += 1
+        positions = self._cache.positions[self._rows] + self._depth
+        visible = self._earlier & self._draft._in_window(positions[:, None] - self._cache.positions)
+        own_visible = self._draft._in_window(torch.arange(self._depth - 1, -1, -1)).expand(
+            len(self._rows), -1
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._own[layer].append((k, v))
+            keys, values = (torch.stack(part, dim=1) for part in zip(*self._own[layer], strict=True))
+            own = (keys, values, own_visible)
+            return _attention(q, self._cache.keys[layer], self._cache.values[layer], visible, own)
+
+        return self._draft._run(tokens, state, positions, attend)
+
+
+@dataclass(frozen=True)
+class ChainResult:
+    """Acceptance of chains, counted as SGLang counts it.
+
+    Attributes:
+        histogram: entry i counts the verify steps in which exactly i draft tokens were accepted.
+        completion_tokens: tokens of the answers, the one that prefill produces included.
+    """
+
+    histogram: tuple[int, ...]
+    completion_tokens: int
+
+    @property
+    def verify_steps(self) -> int:
+        """Count the verify steps."""
+        return sum(self.histogram)
+
+    @property
+    def accept_length(self) -> float:
+        """Divide completion tokens by verify steps (``spec_accept_length``); NaN without a verify step."""
+        return self.completion_tokens / self.verify_steps if self.verify_steps else math.nan
+
+    @property
+    def accept_per_position(self) -> tuple[float, ...]:
+        """Give the share of verify steps in which draft token i was accepted, for each i."""
+        if not self.verify_steps:
+            return tuple(math.nan for _ in self.histogram[1:])
+        return tuple(sum(self.histogram[i:]) / self.verify_steps for i in range(1, len(self.histogram)))
+
+    def __add__(self, other: ChainResult) -> ChainResult:
+        """Pool the counts of two results with the same number of steps."""
+        if len(self.histogram) != len(other.histogram):
+            raise ValueError(
+                f"histogram: got {len(other.histogram) - 1} steps; expected {len(self.histogram) - 1}."
+                " Pool results of the same number of steps."
+            )
+        counts = tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True))
+        return ChainResult(counts, self.completion_tokens + other.completion_tokens)
+
+
+def simulate_chain(
+    draft: ReferenceDraft,
+    tokens: Tensor,
+    features: Tensor,
+    prompt_length: int,
+    steps: int,
+    *,
+    completion_tokens: int | None = None,
+) -> ChainResult:
+    """Replay how SGLang would have served one greedy answer with chains of ``steps`` draft tokens.
+
+    Prefill runs the draft over the prompt with the bonus token as its last embedding. Each verify step then
+    accepts the longest prefix of the chain that the target itself wrote, emits one bonus token more, and
+    extends the draft over the newly committed rows with the target's true states; the rows of rejected drafts
+    are forgotten. Serving ends with the verify step that reaches the last token of the answer.
+
+    That last step is counted in full, as the server counts it: drafts beyond the end of the answer are
+    accepted where the target would have gone on with them. Let ``tokens`` run ``steps`` tokens past the
+    answer, and say with ``completion_tokens`` where it ends; drafts beyond the known tokens count as rejected.
+
+    Args:
+        draft: the draft.
+        tokens: [T] target ids: prompt and answer, generated greedily by the target.
+        features: at least [T-1, K*M] states of the target at every position, in fc column order.
+        prompt_length: tokens of the prompt.
+        steps: draft tokens per chain (``--speculative-num-steps``; topk 1, one more draft token than steps).
+        completion_tokens: length of the answer; everything after the prompt by default.
+
+    Returns:
+        The counts.
+    """
+    available = len(tokens) - prompt_length
+    answer = available if completion_tokens is None else completion_tokens
+    if prompt_length < 1 or not 1 <= answer <= available or steps < 1:
+        raise ValueError(
+            f"tokens: got {len(tokens)} with a prompt of {prompt_length}, an answer of {answer} and {steps}"
+            " steps; expected at least one of each, and prompt and answer within the tokens."
+        )
+    histogram = [0] * (steps + 1)
+    if answer > 1:
+        first_row = prompt_length - 1
+        rows = torch.arange(first_row, prompt_length + answer - 2)
+        chains = draft.propose_chains(draft.project(features[: len(tokens) - 1]), tokens, steps, rows)
+        after = F.pad(tokens, (0, steps), value=-1).unfold(0, steps, 1)[rows + 2]  # [R, steps]
+        accepted = (chains == after).long().cumprod(dim=1).sum(dim=1).tolist()
+        emitted = 1
+        while emitted < answer:
+            count = accepted[emitted - 1]
+            histogram[count] += 1
+            emitted += count + 1
+    return ChainResult(tuple(histogram), answer)
+
+
+def capture_hf(model_or_path: Any, tokens: Tensor | Sequence[int], boundaries: Sequence[Boundary]) -> Tensor:
+    """Run a target in transformers and return its states at the given boundaries, side by side.
+
+    ``hidden_states[b]`` of transformers is boundary b for every b below the number of layers n, but
+    ``hidden_states[n]`` is the state after the final norm; boundary n is caught at the final norm's input.
+
+    Args:
+        model_or_path: a causal language model of transformers, or what ``from_pretrained`` takes (then run in
+            float32).
+        tokens: [T] token ids.
+        boundaries: the states wanted, in the order wanted.
+
+    Returns:
+        [T, len(boundaries) * M] in the model's dtype.
+    """
+    if isinstance(model_or_path, (str, Path)):
+        from transformers import AutoModelForCausalLM
+
+        model_or_path = AutoModelForCausalLM.from_pretrained(model_or_path, dtype=torch.float32)
+    model = model_or_path
+    layers = model.config.get_text_config().num_hidden_layers
+    wrong = [b for b in boundaries if b != "final_norm" and not 0 <= int(b) <= layers]
+    if wrong or not boundaries:
+        raise ValueError(
+            f"boundaries: got {list(boundaries)}; expected at least one, each in 0..{layers} or 'final_norm'."
+        )
+    ids = torch.as_tensor(tokens, device=model.device).reshape(1, -1)
+    before_norm: list[Tensor] = []
+    hook = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    try:
+        with torch.inference_mode():
+            states = model.get_decoder()(input_ids=ids, output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    by_boundary: dict[Boundary, Tensor] = dict(enumerate(states.hidden_states[:layers]))
+    by_boundary[layers] = before_norm[0]
+    by_boundary["final_norm"] = states.last_hidden_state
+    # A clone, because tensors of inference mode cannot be used where gradients are recorded.
+    return torch.cat([by_boundary[b][0] for b in boundaries], dim=-1).clone()
+
+
+def load(
+    path_or_spec: str | Path | DraftSpec,
+    *,
+    target: str | Path | None = None,
+    override: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    embed: Tensor | None = None,
+    lm_head: Tensor | None = None,
+) -> ReferenceDraft:
+    """Read a draft from disk.
+
+    Args:
+        path_or_spec: the checkpoint's folder, or what ``read_draft`` returned for it.
+        target: folder of the target, from which a borrowed embedding or head is read.
+        override: the ``eagle3_ext`` keys that win over the checkpoint's own, where a path is given.
+        dtype: dtype of all arithmetic.
+        embed: [V, E] embedding of the target, in place of reading it from ``target``.
+        lm_head: [V, E] head of the target, likewise.
+
+    Returns:
+        The draft.
+
+    Raises:
+        CheckpointError: the checkpoint, alone or with this target, cannot be run as it stands.
+        UnsupportedError: the draft is of a kind that is not implemented here.
+    """
+    if isinstance(path_or_spec, DraftSpec):
+        spec = path_or_spec
+    else:
+        from sglang_eagle3_ext.formats import read_draft
+
+        spec = read_draft(path_or_spec, override=override)
+    if target is not None:
+        if spec.embed == "target" and embed is None:
+            embed = _read_target_tensor(Path(target), "embed_tokens.weight")
+        if spec.lm_head == "target" and lm_head is None:
+            lm_head = _read_target_tensor(Path(target), "lm_head.weight")
+    tensors = dict(_read_tensors(spec))
+    return ReferenceDraft(spec, tensors, embed=embed, lm_head=lm_head, dtype=dtype)
+
+
+def _attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    own: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attend to shared keys, and to keys of the row's own where there are any.
+
+    Args:
+        q: [T, HQ, D].
+        keys: [S, HKV, D]; ``values`` alike.
+        visible: [T, S], which shared keys a row sees.
+        own: keys and values [T, C, HKV, D] and their visibility [T, C].
+
+    Returns:
+        [T, HQ*D].
+    """
+    shared = keys.shape[0]
+    grouped = torch.unflatten(q, 1, (keys.shape[1], -1)) * q.shape[-1] ** -0.5  # [T, HKV, G, D]
+    out = []
+    for rows in torch.split(torch.arange(len(q)), _ROWS_AT_ONCE):
+        scores = torch.einsum("thgd,shd->thgs", grouped[rows], keys)
+        seen = visible[rows]
+        if own is not None:
+            scores = torch.cat([scores, torch.einsum("thgd,tchd->thgc", grouped[rows], own[0][rows])], dim=-1)
+            seen = torch.cat([seen, own[2][rows]], dim=-1)
+        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(dim=-1)
+        attended = torch.einsum("thgs,shd->thgd", weights[..., :shared], values)
+        if own is not None:
+            attended = attended + torch.einsum("thgc,tchd->thgd", weights[..., shared:], own[1][rows])
+        out.append(attended.flatten(1))
+    return torch.cat(out)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first part of each head (all of it unless the rotary embedding is partial)."""
+    width = cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, kept], dim=-1)
+
+
+def _rope_frequencies(spec: DraftSpec, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return the inverse frequencies [rotary width / 2] and the factor on cosine and sine."""
+    rope = spec.rope
+    kind = _rope_kind(rope)
+    if kind == "default":
+        width = int(spec.attention.head_dim * rope.partial_rotary_factor)
+        return 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=dtype) / width), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.partial_rotary_factor,
+        **(rope.scaling or {}),
+        "rope_type": kind,
+    }
+    config = LlamaConfig(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.attention.heads,
+        head_dim=spec.attention.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters=parameters,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.to(dtype), float(factor)
+
+
+def _rope_kind(rope: Rope) -> str:
+    scaling = rope.scaling or {}
+    # On text every axis of a multimodal rotary embedding counts alike, which makes it the default one.
+    if "mrope_section" in scaling:
+        return "default"
+    return str(scaling.get("rope_type", "default"))
+
+
+def _refuse_unsupported(spec: DraftSpec) -> None:
+    problems = []
+    if spec.attention.kind != "gqa":
+        problems.append(
+            f"{spec.path}: attention: got {spec.attention.kind}; the PyTorch reference runs gqa drafts only."
+        )
+    if spec.hidden_act not in _ACTIVATIONS:
+        problems.append(
+            f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}."
+        )
+    if _rope_kind(spec.rope) not in _TEXT_ROPES:
+        problems.append(
+            f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)};"
+            f" expected one of {', '.join(_TEXT_ROPES)}."
+        )
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+def _has_bias(spec: DraftSpec, linear: str) -> bool:
+    """Say whether the spec gives a linear layer, named without its suffix, a bias."""
+    attention = spec.attention
+    part = linear.rpartition(".")[2]
+    return {
+        "fc": spec.fc_bias,
+        "q_proj": attention.qkv_bias,
+        "k_proj": attention.qkv_bias,
+        "v_proj": attention.qkv_bias,
+        "o_proj": attention.o_bias,
+        "gate_proj": spec.mlp_bias,
+        "up_proj": spec.mlp_bias,
+        "down_proj": spec.mlp_bias,
+    }[part]
+
+
+def _hidden_norm_name(layer: int, tensors: Mapping[str, Tensor]) -> str:
+    """Name the norm that a layer applies to its hidden input.
+
+    Trainers store it as ``input_layernorm`` in the layers after the first; files written for stock SGLang,
+    which applies ``hidden_norm`` in every layer, store it there.
+    """
+    stock = f"layers.{layer}.hidden_norm.weight"
+    return stock if layer == 0 or stock in tensors else f"layers.{layer}.input_layernorm.weight"
+
+
+def _expected_shapes(spec: DraftSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """List the tensors that the draft's layers need, and their shapes."""
+    width, target, attention = spec.hidden_size, spec.target_hidden_size, spec.attention
+
+    def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (rows, columns)
+        if _has_bias(spec, name):
+            yield f"{name}.bias", (rows,)
+
+    if spec.num_sources:
+        yield from linear("fc", width, spec.num_sources * target)
+    if spec.norms.around_fc == "per_source":
+        for k in range(spec.num_sources):
+            yield f"fc_norm.{k}.weight", (target,)
+    if spec.norms.around_fc == "concatenation":
+        yield "input_norm.weight", (spec.num_sources * target,)
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    for i in range(attention.num_layers):
+        at = f"layers.{i}"
+        read = width if i else 2 * width
+        if i == 0:
+            yield f"{at}.input_layernorm.weight", (width,)
+        yield _hidden_norm_name(i, tensors), (width,)
+        yield from linear(f"{at}.self_attn.q_proj", queries, read)
+        yield from linear(f"{at}.self_attn.k_proj", keys, read)
+        yield from linear(f"{at}.self_attn.v_proj", keys, read)
+        yield from linear(f"{at}.self_attn.o_proj", width, queries)
+        if attention.qk_norm:
+            yield f"{at}.self_attn.q_norm.weight", (attention.head_dim,)
+            yield f"{at}.self_attn.k_norm.weight", (attention.head_dim,)
+        yield f"{at}.post_attention_layernorm.weight", (width,)
+        yield from linear(f"{at}.mlp.gate_proj", spec.intermediate_size, width)
+        yield from linear(f"{at}.mlp.up_proj", spec.intermediate_size, width)
+        yield from linear(f"{at}.mlp.down_proj", width, spec.intermediate_size)
+    if spec.norms.final_norm:
+        yield "norm.weight", (width,)
+    if spec.vocab.map != "none":
+        yield "d2t", (spec.vocab.draft,)
+
+
+def _problems_with_tensors(spec: DraftSpec, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, shape in _expected_shapes(spec, tensors):
+        if name not in tensors:
+            yield f"{spec.path}: {name}: missing; expected {list(shape)}. Export the draft again with it."
+        elif tuple(tensors[name].shape) != shape:
+            got = list(tensors[name].shape)
+            yield f"{spec.path}: {name}: got {got}; expected {list(shape)} by its config. Correct either one."
+
+
+def _problems_with_ends(spec: DraftSpec, embed: Tensor | None, head: Tensor | None) -> Iterator[str]:
+    """Check the embedding and the head, which may be the target's."""
+    for name, owner, tensor in (("embed_tokens", spec.embed, embed), ("lm_head", spec.lm_head, head)):
+        if tensor is None:
+            whose = "the draft's own" if owner == "own" else "the target's"
+            yield f"{spec.path}: {name}.weight: missing; expected {whose}. Name the target or pass it."
+        elif tensor.dim() != 2 or tensor.shape[1] != spec.hidden_size:
+            yield (
+                f"{spec.path}: {name}.weight: got {list(tensor.shape)}; expected {spec.hidden_size} columns,"
+                " the draft's width. A draft of another width than its target needs its own."
+            )
+    if head is not None and head.dim() == 2 and len(head) < spec.vocab.draft:
+        yield (
+            f"{spec.path}: lm_head.weight: got {len(head)} rows; expected {spec.vocab.draft}, the draft"
+            " vocabulary. Correct draft_vocab_size."
+        )
+
+
+def _read_layer(
+    spec: DraftSpec,
+    index: int,
+    tensors: Mapping[str, Tensor],
+    vector: Callable[[str], Tensor],
+    linear: Callable[[str], _Linear],
+) -> _Layer:
+    at = f"layers.{index}"
+    qk_norm = spec.attention.qk_norm
+    return _Layer(
+        embed_norm=vector(f"{at}.input_layernorm.weight") if index == 0 else None,
+        hidden_norm=vector(_hidden_norm_name(index, tensors)),
+        q=linear(f"{at}.self_attn.q_proj"),
+        k=linear(f"{at}.self_attn.k_proj"),
+        v=linear(f"{at}.self_attn.v_proj"),
+        o=linear(f"{at}.self_attn.o_proj"),
+        q_norm=vector(f"{at}.self_attn.q_norm.weight") if qk_norm else None,
+        k_norm=vector(f"{at}.self_attn.k_norm.weight") if qk_norm else None,
+        mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
+        gate=linear(f"{at}.mlp.gate_proj"),
+        up=linear(f"{at}.mlp.up_proj"),
+        down=linear(f"{at}.mlp.down_proj"),
+    )
+
+
+def _target_ids(spec: DraftSpec, d2t: Tensor | None) -> Tensor | None:
+    """Return the target id of every draft id, or ``None`` where both are the same."""
+    if spec.vocab.map == "none" or d2t is None:
+        return None
+    ids = d2t.to(torch.int64)
+    return ids + torch.arange(len(ids)) if spec.vocab.map == "offset" else ids
+
+
+def _rows_of_draft_vocabulary(spec: DraftSpec, head: Tensor, to_target: Tensor | None) -> Tensor:
+    """Cut a head down to the draft vocabulary; a borrowed or tied one spans the target's."""
+    if spec.lm_head == "own" or len(head) == spec.vocab.draft:
+        return head[: spec.vocab.draft]
+    return head[: spec.vocab.draft] if to_target is None else head[to_target]
+
+
+def _read_tensors(spec: DraftSpec) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors that have a home, under their canonical names."""
+    by_file: dict[str, list[str]] = {}
+    for name in spec.weights:
+        by_file.setdefault(spec.tensors[name].file, []).append(name)
+    for file, names in by_file.items():
+        for name, tensor in _read_file(Path(spec.path) / file, names):
+            yield spec.weights[name], tensor
+
+
+def _read_file(file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+    else:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        for name in names:
+            yield name, state[name]
+
+
+def _read_target_tensor(folder: Path, suffix: str) -> Tensor:
+    """Read the embedding or the head of a target; a target without a head of its own lends its embedding."""
+    import json
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    else:
+        from safetensors import safe_open
+
+        where = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                where.update(dict.fromkeys(opened.keys(), file.name))
+    found = sorted((n for n in where if n == suffix or n.endswith(f".{suffix}")), key=len)
+    if not found and suffix == "lm_head.weight":
+        return _read_target_tensor(folder, "embed_tokens.weight")
+    if not found:
+        raise CheckpointError(
+            f"{folder}: no tensor ends in {suffix}, got {len(where)} tensors; expected the target's own."
+            " Pass the tensor instead."
+        )
+    return next(tensor for _, tensor in _read_file(folder / where[found[0]], found[:1]))
