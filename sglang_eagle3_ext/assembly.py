@@ -1,7 +1,7 @@
 """Fit a draft to a target: what is captured, and where each captured state lands in ``fc``.
 
-Everything here speaks of boundaries (``docs/notation.md``). The one table of how stock SGLang 0.5.23 reads
-plain layer ids on each target class is :data:`STOCK_READINGS`.
+Everything here speaks of boundaries (``docs/notation.md``). Plain layer ids become boundaries here and
+nowhere else; how stock SGLang reads them on each target class is one table, ``STOCK_READINGS`` in ``spec``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang_eagle3_ext.spec import (
     StockReading,
     TargetFacts,
     parse_source,
+    stock_reading,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AMBIGUITIES",
     "MAX_SOURCES",
-    "STOCK_READINGS",
     "apply_strict",
     "check",
     "column_order",
@@ -63,94 +63,9 @@ AMBIGUITIES = frozenset(
 """Codes of the findings in which a value was chosen among several that the checkpoint allows. ``strict``
 turns them into errors."""
 
-_OUTPUT = StockReading("output")
-_OUTPUT_AND_LAST = StockReading("output", captures_last=True)
-_FIRST_IS_ONE = StockReading("first_is_one")
-
-STOCK_READINGS: dict[str, StockReading] = {
-    **dict.fromkeys(
-        (
-            "ApertusForCausalLM",
-            "BailingMoEForCausalLM",
-            "BailingMoeForCausalLM",
-            "BailingMoeV2ForCausalLM",
-            "Cosmos3ForConditionalGeneration",
-            "ExaoneMoEForCausalLM",
-            "ExaoneMoeForCausalLM",
-            "Glm4MoeForCausalLM",
-            "Glm5NextForConditionalGeneration",
-            "IQuestCoderForCausalLM",
-            "InternLM3ForCausalLM",
-            "InternS1ProForConditionalGeneration",
-            "InternS2MobiusForConditionalGeneration",
-            "InternS2PreviewForConditionalGeneration",
-            "Llama4ForCausalLM",
-            "Llama4ForConditionalGeneration",
-            "LlamaForCausalLM",
-            "LongcatFlashForCausalLM",
-            "MellumForCausalLM",
-            "MiniMaxM2ForCausalLM",
-            "Ministral3ForCausalLM",
-            "MistralForCausalLM",
-            "Phi3ForCausalLM",
-            "Qwen2ForCausalLM",
-            "Qwen2MoeForCausalLM",
-            "Qwen2_5_VLForConditionalGeneration",
-            "Qwen3ForCausalLM",
-            "Qwen3MoeForCausalLM",
-            "Qwen3NextForCausalLM",
-            "Qwen3VLForConditionalGeneration",
-            "Qwen3VLMoeForConditionalGeneration",
-            "Qwen3_5ForCausalLM",
-            "Qwen3_5ForConditionalGeneration",
-            "Qwen3_5MoeForCausalLM",
-            "Qwen3_5MoeForConditionalGeneration",
-            "Qwen4ExpForConditionalGeneration",
-            "SarvamMoEForCausalLM",
-            "TeleFLMForCausalLM",
-        ),
-        _OUTPUT,
-    ),
-    **dict.fromkeys(
-        (
-            "Gemma4ForCausalLM",
-            "Gemma4ForConditionalGeneration",
-            "Gemma4UnifiedForConditionalGeneration",
-            "MiniMaxM3SparseForCausalLM",
-        ),
-        _OUTPUT_AND_LAST,
-    ),
-    # The default list of this class is shifted as well.
-    "MiniMaxM3SparseForConditionalGeneration": StockReading("output", default_shift=1, captures_last=True),
-    # These store a layer's contribution without the residual that travels beside it.
-    **dict.fromkeys(
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        StockReading("output", captures_last=True, captures_residual=False),
-    ),
-    **dict.fromkeys(
-        (
-            "DeepseekV2ForCausalLM",
-            "DeepseekV32ForCausalLM",
-            "DeepseekV3ForCausalLM",
-            "Glm4MoeLiteForCausalLM",
-            "GlmMoeDsaForCausalLM",
-            "KimiK25ForConditionalGeneration",
-            "MistralLarge3ForCausalLM",
-        ),
-        _FIRST_IS_ONE,
-    ),
-    "GptOssForCausalLM": StockReading("max_is_n", captures_last=True),
-}
-"""How stock SGLang 0.5.23 reads plain ids, by the target's architecture string."""
-
-
-def stock_reading(architecture: str) -> StockReading | None:
-    """Look up how stock reads plain ids on a target class; ``None`` when it has no EAGLE-3 capture there."""
-    return STOCK_READINGS.get(architecture)
-
 
 def spell(boundary: Boundary, num_layers: int) -> str:
-    """Name a boundary in words: ``embedding``, ``layer 3 output``, ``layer 59 output (last)``, ``final norm``."""
+    """Name a boundary in words: ``embedding``, ``layer 3 output``, ``layer 59 output (last)``."""
     if boundary == "final_norm":
         return "final norm"
     if boundary == 0:
@@ -236,63 +151,33 @@ def plan(spec: DraftSpec, target: TargetFacts) -> AssemblyPlan:
     n, reading = target.num_layers, target.reading
     findings: list[Finding] = []
     origins: dict[str, Origin] = dict(spec.origins)
-    where = f"{spec.path}/config.json"
 
     if reading is None:
         findings.append(
             Finding(
                 "info",
                 "target_class_unlisted",
-                f"{target.path}: stock SGLang has no EAGLE-3 capture on {target.architecture}; ids were read by "
-                "the trainers' convention (outputs). Name the sources in eagle3_ext if that is not what was trained.",
+                f"{target.path}: stock SGLang has no EAGLE-3 capture on {target.architecture}; ids were "
+                "read by the trainers' convention (outputs). Name the sources in eagle3_ext if that is not "
+                "what was trained.",
             )
         )
 
     if spec.sources is None:
-        boundaries: tuple[Boundary, ...] = _default_boundaries(reading, n)
+        listed: tuple[Boundary, ...] = _default_boundaries(reading, n)
         origins["boundaries"] = "default"
-        collapsed = len(set(boundaries)) < 3 or any(not 0 <= b <= n for b in boundaries if b != "final_norm")
-        findings.append(
-            Finding(
-                "warning",
-                "no_sources_declared",
-                f"{where}: names no hidden states; stock's default for {n} layers was taken: "
-                f"{_spell_all(boundaries, n)}, boundaries {list(boundaries)}. Declare what was trained: "
-                '"eagle3_ext": {"sources": [...]}.',
-            )
-        )
-        if collapsed:
-            findings.append(
-                Finding(
-                    "error",
-                    "default_collapses",
-                    f"{where}: stock's default boundaries are {list(boundaries)} on a {n}-layer target, got "
-                    f"{len({b for b in boundaries if b != 'final_norm' and 0 <= b <= n})} usable ones; expected 3 "
-                    'distinct ones. Declare the sources: "eagle3_ext": {"sources": [...]}.',
-                )
-            )
+        findings += _report_default(spec, n, listed)
     else:
-        boundaries = _resolve(spec, target, findings)
-        origins["boundaries"] = origins.get("sources", "default")
-        if spec.order == "ascending":
-            boundaries = tuple(sorted(boundaries, key=_rank))
-
-    findings += _check_sources(spec, target, boundaries)
-    findings += _check_pair(spec, target)
+        listed = _resolve(spec, target, findings)
+        origins["boundaries"] = origins["sources"]
+        findings += _check_sources(spec, target, listed)
+    boundaries = tuple(sorted(listed, key=_rank)) if spec.order == "ascending" else listed
+    findings += _check_pair(spec, target, boundaries)
 
     block_of = tuple(sorted(range(len(boundaries)), key=lambda i: _rank(boundaries[i])))
     capture = tuple(boundaries[i] for i in block_of)
 
-    stock_boundaries: tuple[Boundary, ...] | None = None
-    if not spec.stock.uses_aux:
-        stock_boundaries = ("final_norm",)
-    elif reading is not None:
-        wanted = (
-            _default_boundaries(reading, n)
-            if spec.stock.ids is None
-            else _read_ids(spec.stock.ids, reading, n)
-        )
-        stock_boundaries = _captured_by_stock(wanted, reading, n)
+    stock_boundaries = _stock_boundaries(spec, target) if spec.stock.loads else None
     differences = _differences(spec, target, boundaries, stock_boundaries)
 
     return AssemblyPlan(
@@ -322,17 +207,19 @@ def _resolve(spec: DraftSpec, target: TargetFacts, findings: list[Finding]) -> t
         read = outputs
     else:
         read = _read_ids(ids, target.reading, n)
-    if ids and spec.layer_ids == "stock":
-        other = tuple(ids) if read == outputs else outputs
+    other = tuple(ids) if read == outputs else outputs
+    # A reading that leaves the target is none.
+    if ids and spec.layer_ids == "stock" and all(0 <= b <= n for b in other):
         # Where stock always adds one it agrees with the trainers, and only vLLM's convention differs.
         settled = target.reading is not None and target.reading.ids == "output"
         findings.append(
             Finding(
                 "info" if settled else "warning",
                 "layer_ids_two_readings",
-                f"{spec.path}/config.json:eagle_config.eagle_aux_hidden_state_layer_ids: {ids} is read the way "
-                f"stock SGLang reads it on {target.architecture}: {_spell_all(read, n)}, boundaries {list(read)}; "
-                f"the other convention gives {_spell_all(other, n)}, boundaries {list(other)}. "
+                f"{spec.path}/config.json:eagle_config.eagle_aux_hidden_state_layer_ids: {ids} is read the "
+                f"way stock SGLang reads it on {target.architecture}: {_spell_all(read, n)}, boundaries "
+                f"{list(read)}; the other convention gives {_spell_all(other, n)}, boundaries "
+                f"{list(other)}. "
                 'Settle it with "eagle3_ext": {"layer_ids": "output"} or "boundary".',
             )
         )
@@ -348,74 +235,98 @@ def _resolve(spec: DraftSpec, target: TargetFacts, findings: list[Finding]) -> t
     return tuple(resolved)
 
 
-def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
-    """Check that the sources exist on the target, are distinct, and fill ``fc`` exactly."""
-    n = target.num_layers
-    findings: list[Finding] = []
-    key = f"{spec.path}/config.json:sources"
-    texts = [s.text for s in spec.sources] if spec.sources is not None else [str(b) for b in boundaries]
-
-    if spec.sources is not None:
-        beyond = [
-            f"{text} (boundary {b})"
-            for text, b in zip(_texts_in_column_order(spec), boundaries, strict=True)
-            if b != "final_norm" and not 0 <= b <= n
-        ]
-        if beyond:
-            findings.append(
-                Finding(
-                    "error",
-                    "source_beyond_depth",
-                    f"{key}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in 0..{n}. "
-                    f"Check that {target.path} is the target this draft was trained for.",
-                )
-            )
-        repeated = sorted({str(b) for b in boundaries if list(boundaries).count(b) > 1})
-        if repeated:
-            findings.append(
-                Finding(
-                    "error",
-                    "duplicate_source",
-                    f"{key}: got {texts}, which names boundary {', '.join(repeated)} more than once; every source "
-                    "must be another state. Remove the repetition or correct it.",
-                )
-            )
-        if not 1 <= len(boundaries) <= MAX_SOURCES:
-            findings.append(
-                Finding(
-                    "error",
-                    "source_count",
-                    f"{key}: got {len(boundaries)} sources; expected 1 to {MAX_SOURCES}. Correct the list.",
-                )
-            )
-    if spec.fc_in is not None and len(boundaries) * target.hidden_size != spec.fc_in:
+def _report_default(spec: DraftSpec, num_layers: int, boundaries: Sequence[Boundary]) -> list[Finding]:
+    """Report that stock's default was taken, and where it is no use on a target of few layers."""
+    where = f"{spec.path}/config.json"
+    findings = [
+        Finding(
+            "warning",
+            "no_sources_declared",
+            f"{where}: names no hidden states; stock's default for {num_layers} layers was taken: "
+            f"{_spell_all(boundaries, num_layers)}, boundaries {list(boundaries)}. Declare what was "
+            "trained: "
+            '"eagle3_ext": {"sources": [...]}.',
+        )
+    ]
+    usable = {b for b in boundaries if b != "final_norm" and 0 <= b <= num_layers}
+    if len(usable) < len(boundaries):
         findings.append(
             Finding(
                 "error",
-                "fc_width",
-                f"{spec.path}:fc.weight: reads {spec.fc_in} columns, got {len(boundaries)} sources of width "
-                f"{target.hidden_size} = {len(boundaries) * target.hidden_size} on {target.path}; both must be "
-                "equal. Declare as many sources as fc was trained on, and check the target.",
+                "default_collapses",
+                f"{where}: stock's default boundaries are {list(boundaries)} on a target of {num_layers} "
+                f"layers, got {len(usable)} usable ones; expected {len(boundaries)} distinct ones. Declare "
+                "the sources: "
+                '"eagle3_ext": {"sources": [...]}.',
             )
         )
     return findings
 
 
-def _texts_in_column_order(spec: DraftSpec) -> list[str]:
-    return [s.text for s in column_order(spec.sources or (), spec.order)]
-
-
-def _check_pair(spec: DraftSpec, target: TargetFacts) -> list[Finding]:
-    """Check that the draft and the target belong together."""
+def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
+    """Check that the declared sources, as listed, exist on the target and are distinct."""
+    n = target.num_layers
     findings: list[Finding] = []
+    key = f"{spec.path}/config.json:sources"
+    texts = [source.text for source in spec.sources or ()]
+    beyond = [
+        f"{text} (boundary {b})"
+        for text, b in zip(texts, boundaries, strict=True)
+        if b != "final_norm" and not 0 <= b <= n
+    ]
+    if beyond:
+        findings.append(
+            Finding(
+                "error",
+                "source_beyond_depth",
+                f"{key}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in "
+                f"0..{n}. Check that {target.path} is the target this draft was trained for.",
+            )
+        )
+    repeated = [str(b) for b in dict.fromkeys(boundaries) if boundaries.count(b) > 1]
+    if repeated:
+        findings.append(
+            Finding(
+                "error",
+                "duplicate_source",
+                f"{key}: got {texts}, which names boundary {', '.join(repeated)} more than once; every "
+                "source must be another state. Remove the repetition or correct it.",
+            )
+        )
+    if not 1 <= len(boundaries) <= MAX_SOURCES:
+        findings.append(
+            Finding(
+                "error",
+                "source_count",
+                f"{key}: got {len(boundaries)} sources; expected 1 to {MAX_SOURCES}. Correct the list.",
+            )
+        )
+    return findings
+
+
+def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
+    """Check that the draft and the target belong together: widths, vocabulary, the recorded target."""
+    findings: list[Finding] = []
+    width = len(boundaries) * target.hidden_size
+    # What does not even agree within the checkpoint has been reported already.
+    if spec.fc_in not in (None, width) and all(f.code != "fc_width" for f in spec.findings):
+        findings.append(
+            Finding(
+                "error",
+                "fc_width",
+                f"{spec.path}:fc.weight: reads {spec.fc_in} columns, got {len(boundaries)} sources of width "
+                f"{target.hidden_size} = {width} on {target.path}; both must be equal. Declare as many "
+                "sources as fc was trained on, and check the target.",
+            )
+        )
     if target.hidden_size != spec.target_hidden_size:
         findings.append(
             Finding(
                 "error",
                 "target_width",
-                f"{spec.path}/config.json:target_hidden_size: {spec.target_hidden_size}, got {target.path} with "
-                f"hidden_size {target.hidden_size}; both must be equal. Check that this is the target the draft "
-                "was trained for.",
+                f"{spec.path}/config.json:target_hidden_size: {spec.target_hidden_size}, got {target.path} "
+                f"with hidden_size {target.hidden_size}; both must be equal. Check that this is the target "
+                "the draft was trained for.",
             )
         )
     if target.vocab_size != spec.vocab.target:
@@ -423,21 +334,36 @@ def _check_pair(spec: DraftSpec, target: TargetFacts) -> list[Finding]:
             Finding(
                 "error",
                 "vocab_size",
-                f"{spec.path}/config.json:vocab_size: {spec.vocab.target}, got {target.path} with vocab_size "
-                f"{target.vocab_size}; both must be equal. Check that this is the target the draft was trained for.",
+                f"{spec.path}/config.json:vocab_size: {spec.vocab.target}, got {target.path} with "
+                f"vocab_size {target.vocab_size}; both must be equal. Check that this is the target the "
+                "draft was trained for.",
             )
         )
     if spec.verifier.architectures and target.architecture not in spec.verifier.architectures:
+        name = f" ({spec.verifier.name})" if spec.verifier.name else ""
         findings.append(
             Finding(
                 "warning",
                 "verifier_mismatch",
-                f"{spec.path}/config.json:verifier: records {', '.join(spec.verifier.architectures)}"
-                f"{f' ({spec.verifier.name})' if spec.verifier.name else ''}, got {target.architecture} in "
-                f"{target.path}; expected the recorded target. Check that the pair belongs together.",
+                f"{spec.path}/config.json:verifier: records {', '.join(spec.verifier.architectures)}{name}, "
+                f"got {target.architecture} in {target.path}; expected the recorded target. Check that the "
+                "pair belongs together.",
             )
         )
     return findings
+
+
+def _stock_boundaries(spec: DraftSpec, target: TargetFacts) -> tuple[Boundary, ...] | None:
+    """Say what stock captures for the checkpoint's own ids; ``None`` where it refuses or loses one."""
+    if not spec.stock.uses_aux:
+        return ("final_norm",)
+    if target.reading is None:
+        return None
+    if spec.stock.ids is None:
+        wanted = _default_boundaries(target.reading, target.num_layers)
+    else:
+        wanted = _read_ids(spec.stock.ids, target.reading, target.num_layers)
+    return _captured_by_stock(wanted, target.reading, target.num_layers)
 
 
 def _differences(
@@ -446,21 +372,23 @@ def _differences(
     boundaries: tuple[Boundary, ...],
     stock_boundaries: tuple[Boundary, ...] | None,
 ) -> tuple[str, ...]:
-    """Say in sentences what stock would compute otherwise."""
-    n = target.num_layers
+    """Say in sentences what stock would compute otherwise, the choice of hidden states first."""
+    n, reading = target.num_layers, target.reading
     wanted = _spell_all(boundaries, n)
-    differences = list(spec.stock.differences)
-    if target.reading is None and spec.stock.uses_aux:
-        differences.insert(0, f"stock has no EAGLE-3 capture on {target.architecture} and refuses to start")
+    if not spec.stock.loads:
+        return spec.stock.differences
+    if spec.stock.uses_aux and reading is None:
+        first = f"stock has no EAGLE-3 capture on {target.architecture} and refuses to start"
     elif stock_boundaries is None:
-        differences.insert(0, f"stock refuses or loses one of its own hidden states where this draft reads {wanted}")
+        first = f"stock loses one of the hidden states that it looks for; this draft was trained on {wanted}"
     elif stock_boundaries != boundaries:
-        differences.insert(
-            0, f"stock feeds fc with {_spell_all(stock_boundaries, n)} where this draft was trained on {wanted}"
-        )
-    elif target.reading is not None and not target.reading.captures_residual and boundaries not in ((0,), ("final_norm",)):
-        differences.insert(0, f"stock captures {wanted} without the residual stream on {target.architecture}")
-    return tuple(differences)
+        theirs = _spell_all(stock_boundaries, n)
+        first = f"stock feeds fc with {theirs}; this draft was trained on {wanted}"
+    elif reading is not None and not reading.captures_residual and boundaries not in ((0,), ("final_norm",)):
+        first = f"stock captures {wanted} without the residual stream on {target.architecture}"
+    else:
+        return spec.stock.differences
+    return (first, *spec.stock.differences)
 
 
 def apply_strict(spec: DraftSpec, findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -502,11 +430,12 @@ def permute_fc_weight(weight: Tensor, plan: AssemblyPlan) -> Tensor:
     blocks = len(plan.block_of)
     if weight.shape[-1] % blocks:
         raise ValueError(
-            f"weight: got {weight.shape[-1]} columns; expected a multiple of the {blocks} sources of the plan. "
-            "Pass fc.weight or the weight of the norm over the whole concatenation."
+            f"weight: got {weight.shape[-1]} columns; expected a multiple of the {blocks} sources of the "
+            "plan. Pass fc.weight or the weight of the norm over the whole concatenation."
         )
     # `unflatten` and the index keep every value bit for bit; nothing is computed.
-    return weight.unflatten(-1, (blocks, -1))[..., list(plan.block_of), :].flatten(-2)
+    permuted: Tensor = weight.unflatten(-1, (blocks, -1))[..., list(plan.block_of), :].flatten(-2)
+    return permuted
 
 
 def permute_blocks(items: Sequence[T], plan: AssemblyPlan) -> list[T]:
@@ -517,8 +446,8 @@ def permute_blocks(items: Sequence[T], plan: AssemblyPlan) -> list[T]:
     """
     if len(items) != len(plan.block_of):
         raise ValueError(
-            f"items: got {len(items)}; expected one for each of the {len(plan.block_of)} sources. "
-            "Pass the per-source norms in fc column order."
+            f"items: got {len(items)}; expected one for each of the {len(plan.block_of)} sources. Pass the "
+            "per-source norms in fc column order."
         )
     return [items[block] for block in plan.block_of]
 

@@ -177,18 +177,20 @@ class StockView:
         ids: the id list that stock finds (it looks into ``eagle_config`` only); ``None`` where it finds
             none and takes its default.
         uses_aux: whether stock captures anything; otherwise the draft reads the state after the final norm.
+        loads: whether stock takes the checkpoint for an EAGLE-3 draft at all.
         differences: one sentence for each thing that stock would compute otherwise, its choice of
             boundaries aside.
     """
 
     ids: tuple[int, ...] | None = None
     uses_aux: bool = True
+    loads: bool = True
     differences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, from the file's header alone. ``dtype`` in safetensors' spelling (``BF16``)."""
+    """One tensor of a checkpoint, from the file's header. ``dtype`` in safetensors' spelling (``BF16``)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -284,6 +286,92 @@ class StockReading:
     captures_last: bool = False
     captures_embedding: bool = True
     captures_residual: bool = True
+
+
+_OUTPUT = StockReading("output")
+_OUTPUT_AND_LAST = StockReading("output", captures_last=True)
+_FIRST_IS_ONE = StockReading("first_is_one")
+
+STOCK_READINGS: dict[str, StockReading] = {
+    **dict.fromkeys(
+        (
+            "ApertusForCausalLM",
+            "BailingMoEForCausalLM",
+            "BailingMoeForCausalLM",
+            "BailingMoeV2ForCausalLM",
+            "Cosmos3ForConditionalGeneration",
+            "ExaoneMoEForCausalLM",
+            "ExaoneMoeForCausalLM",
+            "Glm4MoeForCausalLM",
+            "Glm5NextForConditionalGeneration",
+            "IQuestCoderForCausalLM",
+            "InternLM3ForCausalLM",
+            "InternS1ProForConditionalGeneration",
+            "InternS2MobiusForConditionalGeneration",
+            "InternS2PreviewForConditionalGeneration",
+            "Llama4ForCausalLM",
+            "Llama4ForConditionalGeneration",
+            "LlamaForCausalLM",
+            "LongcatFlashForCausalLM",
+            "MellumForCausalLM",
+            "MiniMaxM2ForCausalLM",
+            "Ministral3ForCausalLM",
+            "MistralForCausalLM",
+            "Phi3ForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen4ExpForConditionalGeneration",
+            "SarvamMoEForCausalLM",
+            "TeleFLMForCausalLM",
+        ),
+        _OUTPUT,
+    ),
+    **dict.fromkeys(
+        (
+            "Gemma4ForCausalLM",
+            "Gemma4ForConditionalGeneration",
+            "Gemma4UnifiedForConditionalGeneration",
+            "MiniMaxM3SparseForCausalLM",
+        ),
+        _OUTPUT_AND_LAST,
+    ),
+    # The default list of this class is shifted as well.
+    "MiniMaxM3SparseForConditionalGeneration": StockReading("output", default_shift=1, captures_last=True),
+    # These store a layer's contribution without the residual that travels beside it.
+    **dict.fromkeys(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        StockReading("output", captures_last=True, captures_residual=False),
+    ),
+    **dict.fromkeys(
+        (
+            "DeepseekV2ForCausalLM",
+            "DeepseekV32ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "Glm4MoeLiteForCausalLM",
+            "GlmMoeDsaForCausalLM",
+            "KimiK25ForConditionalGeneration",
+            "MistralLarge3ForCausalLM",
+        ),
+        _FIRST_IS_ONE,
+    ),
+    "GptOssForCausalLM": StockReading("max_is_n", captures_last=True),
+}
+"""How stock SGLang 0.5.23 reads plain ids, by the target's architecture string."""
+
+
+def stock_reading(architecture: str) -> StockReading | None:
+    """Look up how stock reads plain ids on a target class; ``None`` when it has no EAGLE-3 capture there."""
+    return STOCK_READINGS.get(architecture)
 
 
 @dataclass(frozen=True)

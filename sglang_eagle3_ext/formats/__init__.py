@@ -3,7 +3,10 @@
 ``folder``      what lies on disk: ``config.json``, headers of the tensors, values on demand
 ``eagle3_ext``  the object with which a draft's author settles what the dialect leaves open
 ``eagle``, ``speculators``  one dialect each; a further one is one more file and one more line in ``READERS``
-``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors
+``reading``     a checkpoint while it is read: the dialect's keys, the home of each tensor
+``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
+                are ``fc``, ``attention``, ``rope`` and ``vocab``
+``values``      a stream over the values
 """
 
 from __future__ import annotations
@@ -15,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_eagle3_ext.assembly import stock_reading
-from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import eagle, speculators
 from sglang_eagle3_ext.formats.folder import Folder, fatal, load_tensors, locate, read_json
-from sglang_eagle3_ext.formats.layout import IGNORED, convert
-from sglang_eagle3_ext.spec import DraftSpec, TargetFacts
+from sglang_eagle3_ext.formats.reading import IGNORED, convert
+from sglang_eagle3_ext.formats.values import check_values
+from sglang_eagle3_ext.spec import DraftSpec, TargetFacts, stock_reading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORED", "READERS", "read_draft", "read_target", "read_tensors"]
+__all__ = ["IGNORED", "READERS", "check_values", "read_draft", "read_target", "read_tensors"]
 
 READERS: dict[str, Callable[[Folder], DraftSpec | str]] = {
     "eagle": eagle.claim_and_read,
@@ -70,8 +72,8 @@ def read_draft(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in answers.items())
         raise fatal(
             "dialect_unknown",
-            f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one of "
-            f"{', '.join(READERS)}. Check that the folder holds a draft.",
+            f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one "
+            f"of {', '.join(READERS)}. Check that the folder holds a draft.",
         )
     return next(iter(claimed.values()))
 
@@ -120,12 +122,21 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
     folder = locate(path, revision, weights=False)
     config = read_json(folder / "config.json", "target_unreadable")
     # Multimodal wrappers keep the language model's sizes one level down.
-    inner = next((config[k] for k in ("text_config", "llm_config", "language_config") if isinstance(config.get(k), dict)), {})
+    inner: dict[str, Any] = next(
+        (
+            config[k]
+            for k in ("text_config", "llm_config", "language_config")
+            if isinstance(config.get(k), dict)
+        ),
+        {},
+    )
     sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json")
     architectures = config.get("architectures") or inner.get("architectures")
     if not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(
-            f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. Add the key."
+        raise fatal(
+            "target_unreadable",
+            f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. "
+            "Add the key.",
         )
     return TargetFacts(
         path=str(path),

@@ -11,10 +11,18 @@ from typing import Any
 import msgspec
 
 from sglang_eagle3_ext.formats.folder import Folder
-from sglang_eagle3_ext.formats.layout import STOCK_ARCHITECTURE, Dialect, LayerConfig, convert, read
+from sglang_eagle3_ext.formats.layout import read
+from sglang_eagle3_ext.formats.reading import Dialect, LayerConfig, convert, report_unread
 from sglang_eagle3_ext.spec import DraftSpec, IdMeaning, StockView, Verifier
 
-_RENAMED = {"midlayer": "layers.0", "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+STOCK_ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+_RENAMED = {
+    "midlayer": "layers.0",
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+}
 """Older names, as stock knows them too."""
 
 
@@ -76,19 +84,21 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             return refusal
     elif architecture != STOCK_ARCHITECTURE:
         return (
-            f"config.json:architectures is {architectures!r}; the flat layout calls itself {STOCK_ARCHITECTURE}, the "
-            "EAGLE repository LlamaForCausalLM"
+            f"config.json:architectures is {architectures!r}; the flat layout calls itself "
+            f"{STOCK_ARCHITECTURE}, the EAGLE repository LlamaForCausalLM"
         )
     place = f"{folder.path}/config.json"
     flat: FlatConfig = convert(config, FlatConfig, place)
     nested: NestedConfig = convert(flat.eagle_config or {}, NestedConfig, f"{place}:eagle_config")
     ids, ids_place, layer_ids = _ids(folder, flat, nested)
     _refuse_unserved_keys(folder)
+    report_unread(folder, config, FlatConfig, "")
+    report_unread(folder, flat.eagle_config or {}, NestedConfig, "eagle_config.")
 
     differences: list[str] = []
     if architecture != STOCK_ARCHITECTURE:
-        differences.append(f"stock loads architecture {architecture} as a plain Llama")
-    if "draft_vocab_size" not in config:
+        differences.append(f"stock takes architecture {architecture} for a plain language model")
+    elif "draft_vocab_size" not in config:
         differences.append("stock stops without the key draft_vocab_size")
     if "target_hidden_size" in config and flat.target_hidden_size is None:
         differences.append("stock stops at target_hidden_size: null")
@@ -127,9 +137,11 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             producer=None,
             verifier=Verifier(),
             stock=StockView(
-                None if nested_ids is None else tuple(nested_ids), uses_aux, tuple(differences)
+                ids=None if nested_ids is None else tuple(nested_ids),
+                uses_aux=uses_aux,
+                loads=architecture == STOCK_ARCHITECTURE,
+                differences=tuple(differences),
             ),
-            stock_architecture=architecture == STOCK_ARCHITECTURE,
         ),
     )
 
@@ -141,7 +153,11 @@ def _plain_llama(folder: Folder) -> str | None:
     hidden = folder.config.get("hidden_size")
     if "fc.weight" not in by_name:
         return "architecture LlamaForCausalLM and no fc.weight: a plain language model, not a draft"
-    if query is None or len(query.shape) != 2 or query.shape[1] != 2 * (hidden if isinstance(hidden, int) else 0):
+    if (
+        query is None
+        or len(query.shape) != 2
+        or query.shape[1] != 2 * (hidden if isinstance(hidden, int) else 0)
+    ):
         return "its attention does not read 2 x hidden_size columns, as EAGLE-3 does: an EAGLE-1 draft"
     return None
 
@@ -157,7 +173,8 @@ def _ids(
             "error",
             "ids_disagree",
             f"config.json:{key}",
-            f"got {outer} at the top level and {inner} in eagle_config; expected one list. Remove the wrong one, or "
+            f"got {outer} at the top level and {inner} in eagle_config; expected one list. Remove the wrong "
+            "one, or "
             'declare "eagle3_ext": {"sources": [...]}.',
         )
     if inner is not None:
@@ -169,7 +186,8 @@ def _ids(
             "warning",
             "top_level_ids",
             f"config.json:{key}",
-            f"got {outer} at the top level, where stock SGLang does not look; the ids were read as boundaries, as vLLM "
+            f"got {outer} at the top level, where stock SGLang does not look; the ids were read as "
+            "boundaries, as vLLM "
             'does. Settle it with "eagle3_ext": {"sources": [...]}.',
         )
     return tuple(outer), f"config.json:{key}", "boundary"
@@ -182,7 +200,8 @@ def _either(folder: Folder, key: str, outer: bool | None, inner: bool | None) ->
             "error",
             "flags_disagree",
             f"config.json:{key}",
-            f"got {outer} at the top level and {inner} in eagle_config; expected one value. Correct one of the two.",
+            f"got {outer} at the top level and {inner} in eagle_config; expected one value. Correct one of "
+            "the two.",
         )
     return outer if inner is None else inner
 
@@ -190,11 +209,15 @@ def _either(folder: Folder, key: str, outer: bool | None, inner: bool | None) ->
 def _refuse_unserved_keys(folder: Folder) -> None:
     """Report keys that change the draft's computation in a way that nothing here computes."""
     nested = folder.config.get("eagle_config")
-    for config, prefix in ((folder.config, ""), (nested if isinstance(nested, Mapping) else {}, "eagle_config.")):
+    for config, prefix in (
+        (folder.config, ""),
+        (nested if isinstance(nested, Mapping) else {}, "eagle_config."),
+    ):
         for key, inert in (
             ("use_input_layernorm_in_first_layer", (True, None)),
             ("next_layer_regular", (True, None)),
             ("parallel_draft_step", (1, None)),
+            ("parallel_draft_heads_num_layers", (0, None)),
         ):
             value = config.get(key)
             if value not in inert:

@@ -1,4 +1,4 @@
-"""The ``eagle3_ext`` object: what a draft's author or a deployment says about the draft, above its dialect."""
+"""The ``eagle3_ext`` object: what an author or a deployment says about a draft, above its dialect."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ def merge(stored: object, override: Mapping[str, Any] | None, place: str) -> Dec
                 msgspec.convert({key: entry}, Eagle3Ext)
             except msgspec.ValidationError as error:
                 problem(
-                    f"{where}.{key}", f"{error}; see docs/formats.md for what is expected", "Correct the value."
+                    f"{where}.{key}",
+                    f"{error}; see docs/formats.md for what is expected",
+                    "Correct the value.",
                 )
                 continue
             if key == "sources":

@@ -46,11 +46,15 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
         return folder
     if folder.exists():
         raise fatal(
-            "no_checkpoint", f"{path}: is a file; expected a folder with config.json. Name the folder that holds it."
+            "no_checkpoint",
+            f"{path}: is a file; expected a folder with config.json. Name the folder that holds it.",
         )
     text = str(path)
     if not _HUB_ID.fullmatch(text):
-        raise fatal("no_checkpoint", f"{path}: no such folder; expected a checkpoint folder or a Hub id. Check the path.")
+        raise fatal(
+            "no_checkpoint",
+            f"{path}: no such folder; expected a checkpoint folder or a Hub id. Check the path.",
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -67,8 +71,8 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fatal(
             "no_checkpoint",
-            f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder or a Hub "
-            "id. Check the spelling, the network and HF_HUB_OFFLINE.",
+            f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder "
+            "or a Hub id. Check the spelling, the network and HF_HUB_OFFLINE.",
         ) from error
 
 
@@ -83,9 +87,14 @@ def read_json(file: Path, code: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise fatal(code, f"{file}: cannot be read, got {error}; expected JSON. Repair or fetch the file again.") from error
+        raise fatal(
+            code, f"{file}: cannot be read, got {error}; expected JSON. Repair or fetch the file again."
+        ) from error
     if not isinstance(value, dict):
-        raise fatal(code, f"{file}: got {type(value).__name__}; expected a JSON object. Repair or fetch the file again.")
+        raise fatal(
+            code,
+            f"{file}: got {type(value).__name__}; expected a JSON object. Repair or fetch the file again.",
+        )
     return value
 
 
@@ -117,7 +126,7 @@ class Folder:
         config = read_json(path / "config.json", "config_unreadable")
         declared = merge(config.get("eagle3_ext"), override, f"{path}/config.json:eagle3_ext")
         findings: list[Finding] = []
-        return cls(path, config, declared, _read_headers(path, findings), findings)
+        return cls(path, config, declared, headers(path, findings), findings)
 
     def add(self, severity: Severity, code: str, place: str, text: str) -> None:
         """Report a finding at ``<folder>/<place>``."""
@@ -128,32 +137,36 @@ class Folder:
         return next(iter(load_tensors(self.path, {name: self.tensors[name]})))[1]
 
 
-def _read_headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
+def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
     """Read the header of every tensor, and check the files against their index."""
     safetensors = sorted(path.glob("*.safetensors"))
     pickles = sorted(path.glob("pytorch_model*.bin"))
     # SGLang and transformers prefer safetensors where both lie side by side.
     files, read = (safetensors, _safetensors_header) if safetensors else (pickles, _pickle_header)
-    indices = sorted(path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json"))
+    indices = sorted(
+        path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json")
+    )
     index: dict[str, str] = {}
     for file in indices:
         weight_map = read_json(file, "index_unreadable").get("weight_map")
         if not isinstance(weight_map, dict):
             raise fatal(
-                "index_unreadable", f"{file}:weight_map: got {weight_map!r}; expected an object. Fetch the file again."
+                "index_unreadable",
+                f"{file}:weight_map: got {weight_map!r}; expected an object. Fetch the file again.",
             )
         index.update(weight_map)
     absent = sorted({shard for shard in index.values() if not (path / shard).is_file()})
     if absent:
         raise fatal(
             "shard_absent",
-            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every shard. "
-            "Fetch the missing files.",
+            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every "
+            "shard. Fetch the missing files.",
         )
     if not files:
         raise fatal(
             "no_weights",
-            f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the folder.",
+            f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the "
+            "folder.",
         )
     if index:
         extra = [file.name for file in files if file.name not in index.values()]
@@ -163,8 +176,8 @@ def _read_headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                 Finding(
                     "warning",
                     "shard_unlisted",
-                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; expected "
-                    "every weight file to be named. Remove the file or correct the index.",
+                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; "
+                    "expected every weight file to be named. Remove the file or correct the index.",
                 )
             )
     tensors: dict[str, TensorInfo] = {}
@@ -175,8 +188,8 @@ def _read_headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                     Finding(
                         "error",
                         "tensor_twice",
-                        f"{file}:{name}: is also in {tensors[name].file}; expected each tensor once. "
-                        "Remove one of the two files.",
+                        f"{file}:{name}: is also in {tensors[name].file}; expected each tensor once. Remove "
+                        "one of the two files.",
                     )
                 )
             tensors[name] = info
@@ -186,8 +199,8 @@ def _read_headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
             Finding(
                 "error",
                 "index_disagrees",
-                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; expected "
-                "index and shards to agree. Fetch the checkpoint again.",
+                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; "
+                "expected index and shards to agree. Fetch the checkpoint again.",
             )
         )
     return tensors
@@ -249,13 +262,16 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fatal(
             "weights_unreadable",
-            f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the file again.",
+            f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the "
+            "file again.",
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(value, torch.Tensor) for value in content.values()
+    ):
         raise fatal(
             "weights_unreadable",
-            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. "
-            "Save the model's state dict, as safetensors if you can.",
+            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. Save the "
+            "model's state dict, as safetensors if you can.",
         )
     return content
 

@@ -1,7 +1,7 @@
 """The layout of vLLM's ``speculators`` library: ``speculators_model_type: eagle3``.
 
-The decoder layers are described in ``transformer_layer_config``; ids and flags stand at the top level, and ids
-are boundaries.
+The decoder layers are described in ``transformer_layer_config``; ids and flags stand at the top level, and
+ids are boundaries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import msgspec
 
 from sglang_eagle3_ext.formats.eagle import canonical
 from sglang_eagle3_ext.formats.folder import Folder
-from sglang_eagle3_ext.formats.layout import IGNORED, Dialect, LayerConfig, convert, read
+from sglang_eagle3_ext.formats.layout import read
+from sglang_eagle3_ext.formats.reading import IGNORED, Dialect, LayerConfig, convert, report_unread
 from sglang_eagle3_ext.spec import DraftSpec, StockView, Verifier
 
 _LAYER_PLACE = "config.json:transformer_layer_config."
@@ -46,7 +47,7 @@ class VerifierConfig(msgspec.Struct, frozen=True):
 
 
 def _canonical(name: str) -> str | None:
-    """Give a tensor its canonical name; the target's own head and norm, used in training only, are left out."""
+    """Give a tensor its canonical name; the target's head and norm, needed in training only, are left out."""
     return IGNORED + name if name in _VERIFIER_TENSORS else canonical(name)
 
 
@@ -79,6 +80,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
         LayerConfig,
         f"{place}:transformer_layer_config",
     )
+    report_unread(folder, folder.config, SpeculatorsConfig, "")
+    report_unread(folder, config.transformer_layer_config, LayerConfig, "transformer_layer_config.")
     recorded = (config.speculators_config or {}).get("verifier") or {}
     verifier: VerifierConfig = convert(recorded, VerifierConfig, f"{place}:speculators_config.verifier")
     architecture = config.architectures[0] if config.architectures else "Eagle3Speculator"
@@ -106,7 +109,6 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             has_final_norm=True,
             producer="speculators",
             verifier=Verifier(verifier.name_or_path, tuple(verifier.architectures or ())),
-            stock=StockView(None, True, (f"stock refuses the architecture {architecture}",)),
-            stock_architecture=False,
+            stock=StockView(loads=False, differences=(f"stock refuses the architecture {architecture}",)),
         ),
     )

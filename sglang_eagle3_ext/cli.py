@@ -1,0 +1,397 @@
+"""The command ``sglang-eagle3``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_eagle3_ext import __version__, assembly, formats
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, Finding, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+INSPECT_KEYS = (
+    "format",
+    "architecture",
+    "sources",
+    "boundaries",
+    "order",
+    "sources_from",
+    "num_sources",
+    "target_hidden_size",
+    "hidden_size",
+    "fc_in",
+    "norms",
+    "attention",
+    "rope",
+    "vocab",
+    "embed",
+    "lm_head",
+    "origins",
+    "findings",
+    "unconsumed_tensors",
+    "missing_tensors",
+)
+"""The keys of ``inspect --json``; stable."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        code = command(args)
+        sys.stdout.flush()
+        return code
+    except (CheckpointError, UnsupportedError) as error:
+        print(f"sglang-eagle3: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-eagle3", description="Serve any EAGLE-3 draft in SGLang exactly as it was trained."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="say how a draft is going to be served, and what is wrong with it",
+        description="Say how a draft is going to be served and where every value comes from. "
+        "Exit code 0 when it can be served, 1 when not.",
+    )
+    inspect.add_argument("draft", metavar="DRAFT", help="folder or Hub id of the draft")
+    inspect.add_argument("--target", help="folder or Hub id of the target; resolves layers to boundaries")
+    inspect.add_argument(
+        "--override",
+        type=_override,
+        metavar="JSON",
+        help="an eagle3_ext object, merged over the draft's own as --json-model-override-args would",
+    )
+    inspect.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
+    inspect.add_argument("--weights", action="store_true", help="look at every value, too")
+    output = inspect.add_mutually_exclusive_group()
+    output.add_argument("--trace", action="store_true", help="print the forward pass with its shapes")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    inspect.set_defaults(command=_inspect)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say whether this environment is fit",
+        description="Say whether this environment is fit to serve. Exit code 1 when a check fails.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _override(text: str) -> Mapping[str, Any]:
+    """Read ``--override``: an ``eagle3_ext`` object, alone or under its key as the server takes it."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f'{error}; expected JSON such as \'{{"sources": ["embed"]}}\''
+        ) from error
+    if isinstance(value, dict) and set(value) == {"eagle3_ext"}:
+        value = value["eagle3_ext"]
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {value!r}; expected a JSON object")
+    return value
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_eagle3_ext.host import doctor
+
+    return doctor.run(args.json)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    spec: DraftSpec | None = None
+    plan: AssemblyPlan | None = None
+    findings: tuple[Finding, ...]
+    try:
+        spec = formats.read_draft(args.draft, override=args.override, revision=args.revision)
+        findings = assembly.apply_strict(spec, spec.findings)
+        if args.target is not None:
+            plan = assembly.plan(spec, formats.read_target(args.target))
+            findings = plan.findings
+    except CheckpointError as error:
+        if not args.json:
+            raise
+        findings = (*(spec.findings if spec else ()), *error.findings)
+    if args.weights and spec is not None:
+        local = Path(args.target).expanduser() if args.target is not None else None
+        findings += formats.check_values(
+            spec, local if local and local.is_dir() else None, progress=_progress
+        )
+    if args.json:
+        print(json.dumps(_as_json(spec, plan, findings), indent=2))
+    elif spec is not None:
+        print("\n".join(_as_text(spec, plan, findings)))
+        if args.trace:
+            print("\n" + "\n".join(_trace(spec, plan)))
+    return 1 if any(f.severity == "error" for f in findings) else 0
+
+
+def _progress(names: Iterable[str]) -> Iterable[str]:
+    """Show a bar on a terminal where tqdm is installed."""
+    if not sys.stderr.isatty():
+        return names
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return names
+    bar: Iterable[str] = tqdm(names, desc="values", unit="tensor", leave=False)
+    return bar
+
+
+def _texts(spec: DraftSpec, plan: AssemblyPlan | None) -> list[str] | None:
+    """Spell the sources in fc column order; plain ids by what they turned out to mean."""
+    if plan is not None:
+        if spec.sources is not None and all(s.kind != "id" for s in spec.sources):
+            return [s.text for s in assembly.column_order(spec.sources, spec.order)]
+        return [
+            "final_norm" if b == "final_norm" else f"layer{b - 1}" if b else "embed" for b in plan.boundaries
+        ]
+    if spec.sources is None:
+        return None
+    return [_spell_id(s, spec) for s in assembly.column_order(spec.sources, spec.order)]
+
+
+def _spell_id(source: Source, spec: DraftSpec) -> str:
+    """Spell a source without a target; a plain id whose meaning hangs on the target stays an id."""
+    if source.kind != "id" or source.index is None or spec.layer_ids == "stock":
+        return source.text
+    boundary = source.index + (spec.layer_ids == "output")
+    return "embed" if boundary == 0 else f"layer{boundary - 1}"
+
+
+def _as_json(
+    spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterable[Finding]
+) -> dict[str, Any]:
+    """Build the object of ``inspect --json``; unknown values are null."""
+    result: dict[str, Any] = dict.fromkeys(INSPECT_KEYS)
+    result["findings"] = [{"severity": f.severity, "code": f.code, "message": f.message} for f in findings]
+    if spec is None:
+        return result
+    a = spec.attention
+    return result | {
+        "format": spec.format,
+        "architecture": spec.architecture,
+        "sources": _texts(spec, plan),
+        "boundaries": list(plan.boundaries) if plan else None,
+        "order": spec.order,
+        "sources_from": spec.origins.get("sources"),
+        "num_sources": spec.num_sources,
+        "target_hidden_size": spec.target_hidden_size,
+        "hidden_size": spec.hidden_size,
+        "fc_in": spec.fc_in,
+        "norms": {
+            "fc_norm": spec.norms.around_fc == "per_source",
+            "norm_before_fc": spec.norms.around_fc == "concatenation",
+            "residual": spec.norms.residual,
+            "recurrent_state": spec.norms.recurrent_state,
+            "final_norm": spec.norms.final_norm,
+        },
+        "attention": {
+            "kind": a.kind,
+            "num_layers": a.num_layers,
+            "heads": a.heads,
+            "kv_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "qk_norm": a.qk_norm,
+            "qkv_bias": a.qkv_bias,
+            "sliding_window": a.sliding_window,
+        },
+        "rope": {"theta": spec.rope.theta, "scaling": spec.rope.scaling and dict(spec.rope.scaling)},
+        "vocab": {"target": spec.vocab.target, "draft": spec.vocab.draft, "map": spec.vocab.map},
+        "embed": spec.embed,
+        "lm_head": spec.lm_head,
+        "origins": dict(plan.origins if plan else spec.origins),
+        "unconsumed_tensors": list(spec.unconsumed),
+        "missing_tensors": list(spec.missing),
+    }
+
+
+def _rows(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str, str | None]]:
+    """List what there is to say about a draft: a name, the value, the field whose origin is shown."""
+    a, norms, vocab = spec.attention, spec.norms, spec.vocab
+    texts = _texts(spec, plan)
+    if plan is not None:
+        words = [assembly.spell(b, plan.target.num_layers) for b in plan.boundaries]
+        yield ("fc <-" if spec.fc_in else "reads"), " | ".join(words), "sources"
+        yield "boundaries", ", ".join(map(str, plan.boundaries)), None
+        yield from _spelling_rows(plan)
+    else:
+        yield (
+            ("fc <-" if spec.fc_in else "reads"),
+            " | ".join(texts) if texts else "unknown without --target",
+            "sources",
+        )
+    yield "order", spec.order.replace("_", " "), "order"
+    if spec.fc_in is not None:
+        yield (
+            "fc",
+            f"{spec.num_sources} x {spec.target_hidden_size} = {spec.fc_in} -> {spec.hidden_size}",
+            "num_sources",
+        )
+    yield "norms around fc", norms.around_fc.replace("_", " "), "norms"
+    yield "residual", norms.residual.replace("_", "-"), "residual"
+    yield "recurrent state", norms.recurrent_state.replace("_", "-"), "recurrent_state"
+    yield "final norm", "yes" if norms.final_norm else "no", "final_norm"
+    extras = [
+        name for name, on in (("q/k norm", a.qk_norm), ("q/k/v bias", a.qkv_bias), ("o bias", a.o_bias)) if on
+    ]
+    if a.sliding_window:
+        extras.append(f"window {a.sliding_window}")
+    yield "layers", f"{a.num_layers} {a.kind}" + "".join(f", {e}" for e in extras), "num_layers"
+    yield "heads", f"{a.heads} of {a.head_dim}, {a.kv_heads} kv", "heads"
+    yield "rope theta", f"{spec.rope.theta:g}", "rope_theta"
+    scaling = spec.rope.scaling
+    yield "rope scaling", json.dumps(dict(scaling)) if scaling else "none", "rope_scaling"
+    yield "vocabulary", f"{vocab.draft} of {vocab.target}, map {vocab.map}", "vocab_map"
+    yield "embedding", spec.embed, "embed"
+    yield "head", spec.lm_head, "lm_head"
+    if spec.producer:
+        yield "producer", spec.producer, "producer"
+    if spec.verifier.name:
+        yield "trained for", spec.verifier.name, None
+
+
+def _spelling_rows(plan: AssemblyPlan) -> Iterator[tuple[str, str, str | None]]:
+    """Spell the assembly in the words of other programs."""
+    spelled = assembly.spellings(plan)
+    for label, key in (("SGLang ids", "sglang"), ("vLLM ids", "vllm"), ("hidden_states", "hf")):
+        ids = spelled[key]
+        text = "not expressible" if ids is None else ", ".join("none" if i is None else str(i) for i in ids)
+        yield label, text, None
+
+
+def _as_text(spec: DraftSpec, plan: AssemblyPlan | None, findings: Sequence[Finding]) -> Iterator[str]:
+    """Lay out a draft for reading."""
+    origins = plan.origins if plan else spec.origins
+    yield f"{spec.path}"
+    yield f"{spec.format} layout, {spec.architecture}" + (f", on {plan.target.path}" if plan else "")
+    yield ""
+    rows = [
+        (name, value, origins.get(field, "") if field else "") for name, value, field in _rows(spec, plan)
+    ]
+    names = max(len(name) for name, _, _ in rows)
+    values = max((len(value) for _, value, origin in rows if origin), default=0)
+    for name, value, origin in rows:
+        yield f"  {name:<{names}}  {value:<{values}}  {origin}".rstrip()
+    if plan is not None:
+        yield ""
+        if plan.equals_stock:
+            yield "stock SGLang serves this draft the same way"
+        else:
+            yield "stock SGLang would serve another draft:"
+            yield from (f"  {difference}" for difference in plan.differences)
+    if findings:
+        yield ""
+        yield from (f"{f.severity:<8} {f.code}\n         {f.message}" for f in findings)
+    errors = sum(f.severity == "error" for f in findings)
+    yield ""
+    yield f"cannot be served: {errors} error{'s' * (errors > 1)}" if errors else "can be served"
+
+
+def _trace(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[str]:
+    """Walk through the draft's forward pass, each step with its symbolic and its numeric shape."""
+    sizes = {
+        "L": spec.num_sources,
+        "M": spec.target_hidden_size,
+        "E": spec.hidden_size,
+        "HQ": spec.attention.heads,
+        "HKV": spec.attention.kv_heads,
+        "D": spec.attention.head_dim,
+        "I": spec.intermediate_size,
+        "V": spec.vocab.draft,
+    }
+    yield "feature pass (T rows; docs/notation.md has the letters)"
+    steps = list(_steps(spec, plan))
+    names = max(len(name) for name, _ in steps)
+    shapes = max(len(shape) for _, shape in steps)
+    for name, shape in steps:
+        yield f"  {name:<{names}}  {shape:<{shapes}}  {_numeric(shape, sizes)}".rstrip()
+    state = "after" if spec.norms.recurrent_state == "post_norm" else "before"
+    yield f"recurrent pass: the same from the state {state} the final norm; fc does not run"
+
+
+def _numeric(shape: str, sizes: Mapping[str, int]) -> str:
+    """Put numbers into a shape such as ``[T, L*M]``."""
+    axes = []
+    for axis in shape.strip("[]").split(", ") if shape else ():
+        product, symbolic = 1, []
+        for factor in axis.split("*"):
+            if factor.isdigit() or factor in sizes:
+                product *= int(factor) if factor.isdigit() else sizes[factor]
+            else:
+                symbolic.append(factor)
+        axes.append("*".join([*symbolic, *([str(product)] if product != 1 or not symbolic else [])]))
+    return f"[{', '.join(axes)}]" if axes else ""
+
+
+def _steps(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str]]:
+    """List the steps of a feature pass with their symbolic shapes."""
+    norms, attention = spec.norms, spec.attention
+    if spec.fc_in is None:
+        yield "final norm of the target", "[T, M]"
+    else:
+        words = (
+            [assembly.spell(b, plan.target.num_layers) for b in plan.boundaries]
+            if plan
+            else _texts(spec, plan) or [f"source {i}" for i in range(spec.num_sources)]
+        )
+        for word in words:
+            norm = " -> fc_norm" if norms.around_fc == "per_source" else ""
+            yield f"{word}{norm}", "[T, M]"
+        yield "concatenate" + (" -> input_norm" if norms.around_fc == "concatenation" else ""), "[T, L*M]"
+        yield "fc" + (" + bias" if spec.fc_bias else ""), "[T, E]"
+    qk = " -> q/k norm" if attention.qk_norm else ""
+    for i in range(attention.num_layers):
+        prefix = f"layer {i}: " if attention.num_layers > 1 else ""
+        if i == 0:
+            yield f"{prefix}{spec.embed} embedding -> input_layernorm", "[T, E]"
+            kept = "after" if norms.residual == "post_norm" else "before"
+            yield f"{prefix}state -> hidden_norm (residual: {kept} it)", "[T, E]"
+            yield f"{prefix}concatenate", "[T, 2*E]"
+        else:
+            yield f"{prefix}input_layernorm", "[T, E]"
+        yield f"{prefix}q_proj{qk} -> rope", "[T, HQ*D]"
+        yield f"{prefix}k_proj{qk} -> rope, v_proj", "[T, HKV*D]"
+        yield f"{prefix}attention", "[T, HQ*D]"
+        yield f"{prefix}o_proj + residual", "[T, E]"
+        yield f"{prefix}post_attention_layernorm -> gate, up", "[T, I]"
+        yield f"{prefix}down + residual", "[T, E]"
+    yield ("final norm" if norms.final_norm else "no final norm"), "[T, E]"
+    yield f"head ({spec.lm_head})", "[T, V]"
+    how = {"offset": "draft id + d2t[draft id]", "absolute": "d2t[draft id]", "none": "draft id"}[
+        spec.vocab.map
+    ]
+    yield f"target id = {how}", ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

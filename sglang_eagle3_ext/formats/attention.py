@@ -1,0 +1,151 @@
+"""The shape of the draft's decoder layers: how many there are, heads, biases, window."""
+
+from __future__ import annotations
+
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.reading import LAYER_NAME, Reading
+from sglang_eagle3_ext.spec import Attention
+
+
+def count_layers(r: Reading) -> int:
+    """Count the layers that are there; a number copied from the target is reported and not believed."""
+    found = {int(m[1]) for name in r.by_canonical if (m := LAYER_NAME.fullmatch(name))}
+    declared = r.layer.num_hidden_layers
+    count = max(found) + 1 if found else (declared or 1)
+    r.origins["num_layers"] = "weights" if found else "config"
+    if declared is not None and declared != count:
+        r.folder.add(
+            "warning",
+            "layer_count",
+            f"{r.dialect.layer_place}num_hidden_layers",
+            f"got {declared}, the file holds {count} layer{'s' * (count != 1)}; expected both to agree. The "
+            "file was believed; correct the key.",
+        )
+        r.differences.append(
+            f"stock builds {declared} layers, of which the file fills {min(count, declared)}"
+        )
+    return count
+
+
+def read_attention(r: Reading, hidden_size: int, num_layers: int) -> Attention:
+    layer, prefix = r.layer, "layers.0.self_attn."
+    q_shape, k_shape = r.shape(f"{prefix}q_proj.weight"), r.shape(f"{prefix}k_proj.weight")
+    heads, head_dim = layer.num_attention_heads, layer.head_dim
+    r.origins["heads"] = r.origins["head_dim"] = "config"
+    if heads is None and q_shape and head_dim:
+        heads = q_shape[0] // head_dim
+        r.origins["heads"] = "weights"
+    if not heads or heads < 0 or (head_dim is not None and head_dim <= 0):
+        r.folder.add(
+            "error",
+            "config_incomplete",
+            f"{r.dialect.layer_place}num_attention_heads",
+            f"got {layer.num_attention_heads!r} with head_dim {head_dim!r}; expected positive integers. Add "
+            "the key.",
+        )
+        raise CheckpointError.from_findings(r.folder.findings)
+    if head_dim is None:
+        usual = hidden_size // heads
+        head_dim = q_shape[0] // heads if q_shape and q_shape[0] % heads == 0 else usual
+        r.origins["head_dim"] = "default" if head_dim == usual else "weights"
+        if head_dim != usual:
+            r.differences.append(f"stock takes head_dim {usual}, hidden_size over heads")
+    kv_heads = layer.num_key_value_heads
+    r.origins["kv_heads"] = "config"
+    if kv_heads is None:
+        kv_heads = k_shape[0] // head_dim if k_shape and k_shape[0] % head_dim == 0 else heads
+        r.origins["kv_heads"] = "weights" if k_shape else "default"
+    if kv_heads <= 0 or heads % kv_heads:
+        r.folder.add(
+            "error",
+            "head_count",
+            f"{r.dialect.layer_place}num_key_value_heads",
+            f"got {kv_heads} for {heads} heads; expected a divisor. Correct the key.",
+        )
+    names = [f"layers.{i}.self_attn." for i in range(num_layers)]
+    qk_norm = any(f"{n}{p}_norm.weight" in r.by_canonical for n in names for p in "qk")
+    qkv_bias = any(f"{n}{p}_proj.bias" in r.by_canonical for n in names for p in "qkv")
+    o_bias = any(f"{n}o_proj.bias" in r.by_canonical for n in names)
+    if qk_norm:
+        r.differences.append("stock drops the q and k norms of the draft's attention")
+    return Attention(
+        kind="gqa",
+        num_layers=num_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        sliding_window=_sliding_window(r, num_layers),
+    )
+
+
+def _sliding_window(r: Reading, num_layers: int) -> int | None:
+    """Settle whether the draft's attention is windowed; a bare number does not say so."""
+    layer, place = r.layer, f"{r.dialect.layer_place}sliding_window"
+    if layer.sliding_window is None or layer.use_sliding_window is False:
+        return None
+    if layer.layer_types is not None:
+        kinds = {kind == "sliding_attention" for kind in layer.layer_types[:num_layers]}
+        if kinds == {True, False}:
+            r.folder.add(
+                "error",
+                "sliding_window_mixed",
+                f"{r.dialect.layer_place}layer_types",
+                f"got {layer.layer_types[:num_layers]}; expected one kind of attention in all layers of the "
+                "draft. Such a draft cannot be served.",
+            )
+        windowed = kinds == {True}
+    elif layer.use_sliding_window:
+        windowed = layer.max_window_layers is None or layer.max_window_layers < num_layers
+    else:
+        windowed = False
+        r.folder.add(
+            "warning",
+            "sliding_window_unclear",
+            place,
+            f"got {layer.sliding_window} without use_sliding_window or layer_types; full attention was "
+            "taken, as stock does. Set use_sliding_window to say which it is.",
+        )
+    if windowed:
+        r.folder.add(
+            "warning",
+            "sliding_window",
+            place,
+            f"got {layer.sliding_window}, which SGLang does not read; expected the flag on the command "
+            f"line. Serve with --speculative-draft-window-size {layer.sliding_window}.",
+        )
+        r.differences.append(
+            "stock attends to the whole context unless --speculative-draft-window-size is given"
+        )
+    return layer.sliding_window if windowed else None
+
+
+def note_biases(r: Reading, fc_bias: bool, mlp_bias: bool, attention: Attention) -> None:
+    """Report flags for biases that the file lacks, and note the biases that stock drops."""
+    layer, place = r.layer, r.dialect.layer_place
+    for flag, value, stored in (
+        ("attention_bias", layer.attention_bias, attention.qkv_bias or attention.o_bias),
+        ("qkv_bias", layer.qkv_bias, attention.qkv_bias),
+        ("mlp_bias", layer.mlp_bias, mlp_bias),
+        ("bias", layer.bias, fc_bias),
+    ):
+        if value and not stored:
+            r.folder.add(
+                "warning",
+                "bias_absent",
+                f"{place}{flag}",
+                "got true, and the file holds no such bias; expected both to agree. The draft is read "
+                "without it; correct the key.",
+            )
+    if attention.qkv_bias:
+        r.differences.append("stock drops the biases of q, k and v")
+    if mlp_bias:
+        r.differences.append("stock drops the biases of the MLP")
+    if fc_bias != bool(layer.bias):
+        r.differences.append(f"stock builds fc {'without the stored' if fc_bias else 'with a random'} bias")
+    stock_o_bias = bool(layer.attention_bias or layer.bias)
+    if attention.o_bias != stock_o_bias:
+        how = "without the stored" if attention.o_bias else "with a random"
+        r.differences.append(f"stock builds o_proj {how} bias")

@@ -1,0 +1,136 @@
+"""The draft's rotary embedding, in the three spellings that configs use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sglang_eagle3_ext.formats.reading import Reading
+from sglang_eagle3_ext.spec import Rope
+
+_ROPE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "default": (),
+    "linear": (("factor",),),
+    "dynamic": (("factor", "alpha"),),
+    "yarn": (("factor",),),
+    "deepseek_yarn": (("factor",),),
+    "llama3": (
+        ("factor",),
+        ("low_freq_factor",),
+        ("high_freq_factor",),
+        ("original_max_position_embeddings",),
+    ),
+    "longrope": (("short_factor",), ("long_factor",)),
+    "su": (("short_factor",), ("long_factor",)),
+}
+"""Kinds of rope scaling and, for each, the keys it needs (of a group, one)."""
+
+
+def read_rope(r: Reading) -> Rope:
+    declared = r.folder.declared
+    stored = _stored_rope(r)
+    theta, scaling = stored.theta, stored.scaling
+    if not isinstance(r.ext.rope_theta, msgspec.UnsetType):
+        theta = float(r.ext.rope_theta)
+        r.origins["rope_theta"] = declared.origins["rope_theta"]
+    if not isinstance(r.ext.rope_scaling, msgspec.UnsetType):
+        scaling = _scaling(r, r.ext.rope_scaling, "config.json:eagle3_ext.rope_scaling")
+        r.origins["rope_scaling"] = declared.origins["rope_scaling"]
+    if (theta, scaling) != (stored.theta, stored.scaling):
+        r.differences.append(
+            f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling"
+        )
+    return Rope(theta, scaling, stored.partial_rotary_factor)
+
+
+def _stored_rope(r: Reading) -> Rope:
+    """Read the three spellings of rope; where two of them disagree, stock's choice is kept and reported."""
+    layer, place = r.layer, r.dialect.layer_place
+    new = layer.rope_parameters
+    old = layer.rope_scaling
+    if new is not None and any(isinstance(value, Mapping) for value in new.values()):
+        r.folder.add(
+            "error",
+            "rope_per_layer_type",
+            f"{place}rope_parameters",
+            f"got one object per layer type ({', '.join(new)}); expected one rope for the draft. "
+            'Set "eagle3_ext": {"rope_theta": ..., "rope_scaling": ...}.',
+        )
+        new = {key: value for key, value in new.items() if not isinstance(value, Mapping)}
+    scaling = _scaling(
+        r,
+        new if new is not None else old,
+        f"{place}{'rope_parameters' if new is not None else 'rope_scaling'}",
+    )
+    if new is not None and old is not None and _scaling(r, old, f"{place}rope_scaling") != scaling:
+        r.folder.add(
+            "warning",
+            "rope_clash",
+            f"{place}rope_parameters",
+            f"got {new} beside rope_scaling {old}; expected both to agree. The first was taken, as stock "
+            "does. "
+            'Settle it with "eagle3_ext": {"rope_scaling": ...}.',
+        )
+    inner = [
+        float(part["rope_theta"])
+        for part in (new, old)
+        if part is not None and isinstance(part.get("rope_theta"), int | float)
+    ]
+    thetas = [*inner, *([layer.rope_theta] if layer.rope_theta is not None else [])]
+    if len(set(thetas)) > 1:
+        r.folder.add(
+            "warning",
+            "rope_clash",
+            f"{place}rope_theta",
+            f"got {', '.join(f'{t:g}' for t in thetas)} at different places; expected one. {thetas[0]:g} "
+            "was taken. "
+            'Settle it with "eagle3_ext": {"rope_theta": ...}.',
+        )
+    theta = float(r.default("rope_theta", thetas[0] if thetas else None))
+    r.origins["rope_scaling"] = "config" if scaling is not None else "default"
+    partial = layer.partial_rotary_factor
+    if partial is None and new is not None and isinstance(new.get("partial_rotary_factor"), int | float):
+        partial = float(new["partial_rotary_factor"])
+        if partial != 1.0:
+            r.differences.append(
+                "stock turns whole heads, since partial_rotary_factor stands in rope_parameters"
+            )
+    return Rope(theta, scaling, 1.0 if partial is None else float(partial))
+
+
+def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mapping[str, Any] | None:
+    """Bring a scaling object into the ``rope_type`` spelling; ``None`` where it changes nothing."""
+    if stored is None:
+        return None
+    scaling = {
+        key: value
+        for key, value in stored.items()
+        if key not in ("rope_theta", "partial_rotary_factor", "type")
+    }
+    kind = scaling.setdefault("rope_type", stored.get("type", "default"))
+    if kind == "default" and set(scaling) == {"rope_type"}:
+        return None
+    if kind == "mrope":
+        scaling["rope_type"] = "default"
+    elif kind not in _ROPE_NEEDS:
+        r.folder.add(
+            "error",
+            "rope_type",
+            place,
+            f"got rope_type {kind!r}; expected one of {', '.join(_ROPE_NEEDS)}. Correct the key, or set "
+            '"eagle3_ext": {"rope_scaling": ...}.',
+        )
+    else:
+        absent = [
+            "/".join(keys) for keys in _ROPE_NEEDS[kind] if not any(scaling.get(k) is not None for k in keys)
+        ]
+        if absent:
+            r.folder.add(
+                "error",
+                "rope_type",
+                place,
+                f"got rope_type {kind!r} without {', '.join(absent)}; expected these keys. Add them.",
+            )
+    return scaling

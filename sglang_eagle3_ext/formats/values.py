@@ -1,0 +1,91 @@
+"""Stream over a draft's values: what headers cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_eagle3_ext.formats.folder import headers, load_tensors
+from sglang_eagle3_ext.spec import DraftSpec, Finding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EMBEDDINGS = ("model.embed_tokens.weight", "language_model.embed_tokens.weight", "embed_tokens.weight")
+
+
+def check_values(
+    spec: DraftSpec,
+    target: Path | None = None,
+    *,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> tuple[Finding, ...]:
+    """Look at every value of a draft once, one tensor in memory at a time.
+
+    Args:
+        spec: the draft.
+        target: local folder of the target, to compare the draft's own embedding with the target's.
+        progress: wraps the tensors' names while they are read, to show progress.
+
+    Returns:
+        Findings: values that are no numbers, and whether an own embedding is only a copy of the target's.
+    """
+    import torch
+
+    findings: list[Finding] = []
+    folder = Path(spec.path)
+    for name in progress(sorted(spec.tensors)):
+        info = spec.tensors[name]
+        _, tensor = next(load_tensors(folder, {name: info}))
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            odd = int((~torch.isfinite(tensor.float())).sum())
+            findings.append(
+                Finding(
+                    "error",
+                    "not_finite",
+                    f"{folder}/{info.file}:{name}: got {odd} values that are NaN or infinite; expected "
+                    "numbers. Fetch or export the checkpoint again.",
+                )
+            )
+        if spec.embed == "own" and target is not None and spec.weights.get(name) == "embed_tokens.weight":
+            findings += _compare_embedding(name, tensor, spec, target)
+    return tuple(findings)
+
+
+def _compare_embedding(name: str, own: Tensor, spec: DraftSpec, target: Path) -> list[Finding]:
+    """Say whether the draft's own embedding is a copy of the target's."""
+    import torch
+
+    stored = headers(target, [])
+    key = next((key for key in stored if key.endswith(_EMBEDDINGS)), None)
+    place = f"{spec.path}/{spec.tensors[name].file}:{name}"
+    if key is None or stored[key].shape != tuple(own.shape):
+        got = "no embedding" if key is None else f"an embedding of shape {list(stored[key].shape)}"
+        return [
+            Finding(
+                "info",
+                "embedding_not_compared",
+                f"{place}: got {got} in {target}; expected one of shape {list(own.shape)} to compare with. "
+                "The draft's own is used; nothing to do.",
+            )
+        ]
+    _, theirs = next(load_tensors(target, {key: stored[key]}))
+    if torch.equal(own, theirs.to(own.dtype)):
+        return [
+            Finding(
+                "info",
+                "embedding_is_copy",
+                f"{place}: is equal to the target's embedding; sharing the target's saves "
+                f"{own.numel() * own.element_size() / 2**20:.1f} MiB. Nothing to do.",
+            )
+        ]
+    rows = int((own != theirs.to(own.dtype)).any(dim=1).sum())
+    return [
+        Finding(
+            "info",
+            "embedding_is_own",
+            f"{place}: differs from the target's embedding in {rows} of {own.shape[0]} rows; the draft's "
+            "own is used. Nothing to do.",
+        )
+    ]
