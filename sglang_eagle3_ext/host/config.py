@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats import folder
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, TargetFacts
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,14 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 def draft_key(path: str, revision: str | None, override: Mapping[str, Any] | None) -> str:
     """Spell the identity of a draft as text, so that it can travel in an hf_config."""
     return json.dumps([path, revision, dict(override or {})], sort_keys=True)
+
+
+def peek(path: str, revision: str | None) -> Mapping[str, Any]:
+    """Read a checkpoint's ``config.json`` as it stands; empty when there is none to read."""
+    try:
+        return folder.read_json(folder.locate(path, revision, weights=False) / "config.json", "config_unreadable")
+    except CheckpointError:
+        return {}
 
 
 @lru_cache(maxsize=8)
@@ -40,9 +49,8 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
     try:
         spec = _read(draft_key(path, revision, override))
     except CheckpointError as error:
-        if any(f.code == "no_dialect" for f in error.findings) and not (
-            override or formats.carries_eagle3_ext(path, revision=revision)
-        ):
+        unclaimed = any(f.code == "dialect_unknown" for f in error.findings)
+        if unclaimed and not override and "eagle3_ext" not in peek(path, revision):
             return None
         raise
     if spec.attention.kind != "gqa" and not spec.has_eagle3_ext:
@@ -118,7 +126,7 @@ def normalise_draft_config(_result: Any, model_config: Any) -> None:
         )
         return
     fields = draft_hf_fields(spec)
-    if spec.origins.get("rope.theta") in ("override", "eagle3_ext") or spec.origins.get("rope.scaling") in (
+    if spec.origins.get("rope_theta") in ("override", "eagle3_ext") or spec.origins.get("rope_scaling") in (
         "override",
         "eagle3_ext",
     ):
@@ -138,8 +146,7 @@ def parse_speculators_config(original: Any, parser: Any, model: Any, *args: Any,
     speculators nests the layer's shape in ``transformer_layer_config``, which transformers cannot read.
     Everything else goes to the original parser.
     """
-    config = formats.read_config(str(model), revision=kwargs.get("revision"), missing_ok=True)
-    if config is None or "speculators_model_type" not in config:
+    if "speculators_model_type" not in peek(str(model), kwargs.get("revision")):
         return original(parser, model, *args, **kwargs)
     from transformers import LlamaConfig
 

@@ -52,6 +52,13 @@ FINAL_NORM_SEAM = "sglang.srt.layers.layer_boundary.residual.batch.final_norm"
 REPORT_SEAM = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backends"
 
 _UPSTREAM = "SGLang resolves, checks and prints a draft's assembly itself"
+_LAYERS = "sglang.srt.layers"
+
+
+def _part(target: str, *parameters: str) -> Row:
+    """A building block of SGLang's that the draft class is made of."""
+    return Row(target, "call", parameters, "models", "build the draft out of SGLang's own layers", _UPSTREAM)
+
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -136,6 +143,14 @@ ROWS: tuple[Row, ...] = (
         "never; it is the plugin interface",
     ),
     Row(
+        "sglang.srt.runtime_context.get_parallel",
+        "call",
+        (),
+        "start",
+        "log the start-up block on the first rank only",
+        "never; it is SGLang's runtime interface",
+    ),
+    Row(
         "sglang.srt.models.registry.ModelRegistry.register",
         "call",
         ("package_name", "overwrite", "strict"),
@@ -190,6 +205,30 @@ ROWS: tuple[Row, ...] = (
         "models",
         "receives the captured states",
         "SGLang captures by boundary, in the order asked for",
+    ),
+    _part(f"{_LAYERS}.layer_boundary.layer_stack"),
+    _part(f"{_LAYERS}.layernorm.RMSNorm", "hidden_size", "eps"),
+    _part(f"{_LAYERS}.linear.QKVParallelLinear", "hidden_size", "head_size", "total_num_heads", "bias", "prefix"),
+    _part(f"{_LAYERS}.linear.MergedColumnParallelLinear", "input_size", "output_sizes", "bias", "prefix"),
+    _part(f"{_LAYERS}.linear.RowParallelLinear", "input_size", "output_size", "bias", "prefix"),
+    _part(f"{_LAYERS}.vocab_parallel_embedding.ParallelLMHead", "num_embeddings", "embedding_dim", "prefix"),
+    _part(
+        f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding",
+        "num_embeddings",
+        "embedding_dim",
+        "prefix",
+    ),
+    _part(f"{_LAYERS}.logits_processor.LogitsProcessor", "config"),
+    _part("sglang.srt.model_loader.weight_utils.default_weight_loader", "param", "loaded_weight"),
+    _part("sglang.srt.runtime_context.get_spec"),
+    _part("sglang.srt.utils.add_prefix", "name", "prefix"),
+    Row(
+        "sglang.srt.plugins.hook_registry.HookType",
+        "call",
+        (),
+        "start",
+        "say how a hook wraps its target",
+        "never; it is the plugin interface",
     ),
 )
 

@@ -7,9 +7,8 @@ import logging
 import sys
 from typing import Any
 
-from sglang_eagle3_ext import formats
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host import config, contract
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +22,13 @@ def refuse(reason: str) -> None:
         SystemExit: the launcher seam itself is gone and the command line names such a draft.
     """
     logger.error(
-        "sglang-eagle3-ext is not active, EAGLE-3 drafts are served by stock's rules: %s "
-        "run: sglang-eagle3 doctor",
+        "sglang-eagle3-ext is not active, EAGLE-3 drafts are served by stock's rules: %s run: sglang-eagle3 doctor",
         reason,
     )
     seam = tuple(row for row in contract.ROWS if row.target == contract.LAUNCHER_SEAM)
     if contract.problems(rows=seam):
         draft = _draft_on_command_line(sys.argv)
-        if draft is not None and formats.carries_eagle3_ext(draft):
+        if draft is not None and "eagle3_ext" in config.peek(draft, None):
             raise SystemExit(f"sglang-eagle3: {_message(draft, reason)}")
         return
 
@@ -43,10 +41,10 @@ def refuse(reason: str) -> None:
 
         args = resolving_view(server_args)
         draft = args.speculative_draft_model_path
+        if draft is None:
+            return
         declared = "eagle3_ext" in json.loads(args.json_model_override_args or "{}")
-        if draft is None or not (
-            declared or formats.carries_eagle3_ext(draft, revision=args.speculative_draft_model_revision)
-        ):
+        if not declared and "eagle3_ext" not in config.peek(draft, args.speculative_draft_model_revision):
             return
         report_without_traceback()
         raise CheckpointError(_message(draft, reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,7 +48,7 @@ def _check(args: Any, algorithm: str) -> None:
     override = config.ext_override(json.loads(args.json_model_override_args or "{}"))
     revision = args.speculative_draft_model_revision
     if algorithm != "EAGLE3":
-        if formats.is_eagle3_draft(draft, revision=revision):
+        if _is_eagle3_draft(draft, revision, override):
             raise CheckpointError(
                 f"--speculative-algorithm: got {algorithm} for {draft}, which is an EAGLE-3 draft; expected "
                 "EAGLE3, because every other algorithm feeds it one hidden state and skips its fc. "
@@ -69,6 +70,14 @@ def _check(args: Any, algorithm: str) -> None:
             "--enable-two-batch-overlap: got it with an EAGLE-3 draft; expected it to be off, because SGLang's "
             "overlapped path captures no hidden states. Drop the flag."
         )
+
+
+def _is_eagle3_draft(draft: str, revision: str | None, override: Mapping[str, Any] | None) -> bool:
+    """Say whether a checkpoint is an EAGLE-3 draft; one that cannot be read is stock's business here."""
+    try:
+        return config.read_spec(draft, revision, override) is not None
+    except CheckpointError:
+        return "eagle3_ext" in config.peek(draft, revision)
 
 
 def report_without_traceback() -> None:

@@ -39,9 +39,11 @@ def register_models(*_args: Any, **_kwargs: Any) -> None:
 
 def report(_result: Any, draft_worker: Any) -> None:
     """Log the start-up block (AFTER the draft worker's attention backends are made), on the first rank."""
+    from sglang.srt.runtime_context import get_parallel
+
     runner = draft_worker.draft_runner
     plan = getattr(runner.model, "plan", None)
-    if not isinstance(plan, AssemblyPlan) or runner.tp_rank != 0:
+    if not isinstance(plan, AssemblyPlan) or get_parallel().tp_rank != 0:
         return
     for line in block(plan, runner):
         logger.info("%s", line)

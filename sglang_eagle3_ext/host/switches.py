@@ -45,8 +45,7 @@ def read_switches() -> Switches:
         text = os.environ.get(name, "on").strip().lower()
         if text not in _ON | _OFF:
             problems.append(
-                f"environment:{name}: got {os.environ[name]!r}; expected on or off. "
-                "Unset it or set one of the two."
+                f"environment:{name}: got {os.environ[name]!r}; expected on or off. Unset it or set one of the two."
             )
         values[field] = text not in _OFF
     if problems:

@@ -66,15 +66,9 @@ class DraftLayer(stock.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
         self._fused = fused
         self._post_norm_residual = spec.norms.residual == "post_norm"
         attention, eps = spec.attention, spec.rms_norm_eps
-        stored = set(spec.weights.values())
         if layer_id > 0:
-            # Producers disagree on the name of this norm; the file says which one carries its weight.
-            if f"layers.{layer_id}.hidden_norm.weight" in stored:
-                del self.input_layernorm
-            else:
-                self.hidden_norm = self.input_layernorm
-                del self.input_layernorm
-                self.input_layernorm = None
+            # Only the first layer reads an embedding; stock's second norm would stay at ones here.
+            del self.hidden_norm
         if attention.qkv_bias:
             self.self_attn.qkv_proj = QKVParallelLinear(
                 config.hidden_size * (2 if layer_id == 0 else 1),
@@ -138,7 +132,7 @@ class DraftLayer(stock.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
             (contribution, residual), both [T, E]; their sum is the layer's output.
         """
         if not self.is_input_layer:
-            hidden_states, residual = self.hidden_norm(hidden_states, residual)
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
         elif self._fused:
             hidden_states, residual = norm_concat_torch(
                 hidden_states,
@@ -152,9 +146,7 @@ class DraftLayer(stock.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
             normed = self.hidden_norm(hidden_states)
             residual = normed if self._post_norm_residual else hidden_states
             hidden_states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        hidden_states = self.self_attn(
-            positions=positions, hidden_states=hidden_states, forward_batch=forward_batch
-        )
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
@@ -372,9 +364,9 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):  # type: ignore[misc
                 problems.append(
                     f"{spec.path}:{name}: holds values that are not finite; expected numbers. Re-export the draft."
                 )
-            if canonical in ("d2t", "t2d"):
-                if canonical == "d2t":
-                    self.hot_token_id = self._target_ids(tensor)
+            if canonical == "d2t":
+                self.hot_token_id = self._target_ids(tensor)
+            if canonical in ("d2t", "t2d") or canonical.startswith("ignored/"):
                 continue
             if canonical.startswith("fc_norm."):
                 blocks[canonical] = tensor
@@ -420,11 +412,6 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):  # type: ignore[misc
         problems: list[str],
     ) -> None:
         """Load one tensor into its parameter, or into its shard of a fused one."""
-        if canonical.startswith("layers.") and canonical.endswith(".input_layernorm.weight"):
-            # On layers behind the first the module keeps this norm as `hidden_norm`, see DraftLayer.
-            renamed = f"model.{canonical.replace('input_layernorm', 'hidden_norm')}"
-            if f"model.{canonical}" not in params and renamed in params:
-                canonical = renamed.removeprefix("model.")
         parts = canonical.split(".")
         shard: Any = None
         for i, part in enumerate(parts):
@@ -447,9 +434,7 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):  # type: ignore[misc
             loader(param, tensor, shard)
         filled.add((name, shard))
 
-    def _ledger(
-        self, params: dict[str, nn.Parameter], filled: set[tuple[str, Any]], seen: set[str]
-    ) -> list[str]:
+    def _ledger(self, params: dict[str, nn.Parameter], filled: set[tuple[str, Any]], seen: set[str]) -> list[str]:
         """Compare what the model needs with what the file gave."""
         spec = self.plan.spec
         expected: set[tuple[str, Any]] = set()
