@@ -1,0 +1,89 @@
+"""The operators of speculation put in place where SGLang offers a platform no seam."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_eagle3_ext.host.cpu import BACKEND, cache_locs, tree
+
+KERNELS = "sglang.kernels.ops.speculative"
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func": tree.build_tree,
+    f"{KERNELS}.spec_tree.verify_tree_greedy_func": tree.verify_tree_greedy,
+    f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func": (
+        cache_locs.assign_draft_cache_locs_contiguous
+    ),
+    f"{KERNELS}.cache_locs.fill_front_out_cache_loc_func": cache_locs.fill_front_out_cache_loc,
+    f"{KERNELS}.eagle.fill_bonus_tokens_func": cache_locs.fill_bonus_tokens,
+    f"{KERNELS}.eagle.fill_accept_out_cache_loc_func": cache_locs.fill_accept_out_cache_loc,
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": cache_locs.assign_req_to_token_pool,
+}
+"""Dotted SGLang operators, each of which ends in a Triton launch or a refusal on this platform."""
+
+ABSENT: dict[str, dict[str, Callable[..., Any]]] = {
+    "sglang.srt.speculative.eagle_utils": {
+        "tree_speculative_sampling_target_only": tree.verify_tree_sampling,
+        "top_k_renorm_prob": tree.top_k_renorm_prob,
+        "top_p_renorm_prob": tree.top_p_renorm_prob,
+    }
+}
+"""Names that are ``None`` where SGLang has no kernel, by module. The hook registry must not touch them:
+it replaces the old object in every loaded module, which here would be every ``None``."""
+
+DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+
+
+def install() -> None:
+    """Install all of them in this process; a second call changes nothing."""
+    for target, operator in REPLACED.items():
+        _hook_once(target, operator, HookType.REPLACE)
+    _hook_once(DRAFT_BACKENDS, offer_draft_backend, HookType.BEFORE)
+    HookRegistry.apply_hooks()
+    for module_name, operators in ABSENT.items():
+        module = importlib.import_module(module_name)
+        for name, operator in operators.items():
+            if getattr(module, name) is None:
+                setattr(module, name, operator)
+
+
+def _hook_once(target: str, hook: Callable[..., Any], kind: HookType) -> None:
+    if target not in _installed:
+        _installed.add(target)
+        HookRegistry.register(target, hook, kind)
+
+
+_installed: set[str] = set()
+
+
+def offer_draft_backend(
+    factory: Any,
+    backend_name: str,
+    backend_map: dict[str, Callable[[], tuple[str, Any]]],
+    error_template: str,
+    stamps_children: bool = False,
+) -> None:
+    """Add ``eagle3_cpu`` to the backends that a draft may be given.
+
+    Args:
+        factory: SGLang's factory: the draft's runner, its branches and steps.
+        backend_name: which of the server's backend settings applies, unused.
+        backend_map: name -> maker of (name, backend); extended.
+        error_template: unused.
+        stamps_children: whether the backend of the drafting steps is wanted (it has one child per
+            step), rather than that of draft extend.
+    """
+    from sglang_eagle3_ext.host.cpu.attention import Eagle3CpuAttention, Eagle3CpuDraftAttention
+
+    runner = factory.draft_model_runner
+    if stamps_children:
+        backend_map[BACKEND] = lambda: (
+            BACKEND,
+            Eagle3CpuDraftAttention(runner, factory.topk, factory.speculative_num_steps),
+        )
+    else:
+        backend_map[BACKEND] = lambda: (BACKEND, Eagle3CpuAttention(runner))
