@@ -15,7 +15,7 @@ S cached rows, R chains, V draft vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.formats import read_draft, read_tensors
+from sglang_eagle3_ext.formats.folder import headers, load_tensors, locate
 from sglang_eagle3_ext.spec import Boundary, DraftSpec, Rope
 
 _ROWS_AT_ONCE = 512
@@ -63,9 +65,7 @@ class Step:
 
     def best(self) -> Tensor:
         """Return the [T] draft ids with the largest logit, without holding all logits at once."""
-        return torch.cat(
-            [F.linear(rows, self.head).argmax(-1) for rows in torch.split(self.normed, _ROWS_AT_ONCE)]
-        )
+        return torch.cat([F.linear(rows, self.head).argmax(-1) for rows in torch.split(self.normed, _ROWS_AT_ONCE)])
 
     def __getitem__(self, rows: Any) -> Step:
         """Select rows."""
@@ -146,33 +146,32 @@ class ReferenceDraft:
         _refuse_unsupported(spec)
         self.spec = spec
         self.dtype = dtype
-        table = tensors.get("embed_tokens.weight") if spec.embed == "own" else embed
-        own_head = {"own": tensors.get("lm_head.weight"), "target": lm_head, "tied": table}[spec.lm_head]
-        problems = [*_problems_with_tensors(spec, tensors), *_problems_with_ends(spec, table, own_head)]
-        if problems or table is None or own_head is None:
-            raise CheckpointError("\n".join(problems))
-
-        def vector(name: str) -> Tensor:
-            return tensors[name].to(dtype)
-
-        def linear(name: str) -> _Linear:
-            bias = tensors.get(f"{name}.bias") if _has_bias(spec, name) else None
-            return _Linear(tensors[f"{name}.weight"].to(dtype), None if bias is None else bias.to(dtype))
-
-        norms = spec.norms
-        self._fc = linear("fc") if spec.num_sources else None
+        read = _TensorReader(spec, tensors, dtype)
+        width, fc_in, norms = spec.hidden_size, spec.num_sources * spec.target_hidden_size, spec.norms
+        self._fc = read.linear("fc", width, fc_in, spec.fc_bias) if spec.num_sources else None
         self._source_norms = None
         if norms.around_fc == "per_source":
-            self._source_norms = torch.stack([vector(f"fc_norm.{k}.weight") for k in range(spec.num_sources)])
-        self._input_norm = vector("input_norm.weight") if norms.around_fc == "concatenation" else None
-        self._layers = [
-            _read_layer(spec, i, tensors, vector, linear) for i in range(spec.attention.num_layers)
-        ]
-        self._final_norm = vector("norm.weight") if norms.final_norm else None
-        self._to_target = _target_ids(spec, tensors.get("d2t"))
+            names = [f"fc_norm.{k}.weight" for k in range(spec.num_sources)]
+            self._source_norms = torch.stack([read.vector(name, spec.target_hidden_size) for name in names])
+        self._input_norm = None
+        if norms.around_fc == "concatenation":
+            self._input_norm = read.vector("input_norm.weight", fc_in)
+        self._layers = [_read_layer(spec, i, read) for i in range(spec.attention.num_layers)]
+        self._final_norm = read.vector("norm.weight", width) if norms.final_norm else None
+        self._to_target = None
+        if spec.vocab.map != "none":
+            ids = read.stored("d2t", spec.vocab.draft).to(torch.int64)
+            self._to_target = ids + torch.arange(len(ids)) if spec.vocab.map == "offset" else ids
         # The embedding keeps its stored dtype (it can be gigabytes); a row is promoted when it is looked up.
-        self.embed = table
-        self.head = _rows_of_draft_vocabulary(spec, own_head, self._to_target).to(dtype)
+        self.embed = read.end("embed_tokens.weight", spec.embed == "own", embed)
+        borrowed = self.embed if spec.lm_head == "tied" else lm_head
+        head = read.end("lm_head.weight", spec.lm_head == "own", borrowed)
+        read.check_rows_of_head(head)
+        if read.problems:
+            raise CheckpointError("\n".join(read.problems))
+        # A head of the target's, or one tied to its embedding, spans the target's vocabulary.
+        spans_target = spec.lm_head != "own" and len(head) > spec.vocab.draft and self._to_target is not None
+        self.head = (head[self._to_target] if spans_target else head[: spec.vocab.draft]).to(dtype)
         self._activation = _ACTIVATIONS[spec.hidden_act]
         self._inv_freq, self._rope_factor = _rope_frequencies(spec, dtype)
 
@@ -196,9 +195,7 @@ class ReferenceDraft:
         if self._fc is None:
             return x
         if self._source_norms is not None:
-            x = self._norm(
-                torch.unflatten(x, -1, (spec.num_sources, spec.target_hidden_size)), self._source_norms
-            )
+            x = self._norm(torch.unflatten(x, -1, (spec.num_sources, spec.target_hidden_size)), self._source_norms)
             x = x.flatten(-2)
         if self._input_norm is not None:
             x = self._norm(x, self._input_norm)
@@ -267,9 +264,7 @@ class ReferenceDraft:
             proposed.append(self.to_target(step.best()))
         return torch.cat(proposed)
 
-    def propose_chains(
-        self, hidden: Tensor, tokens: Tensor, steps: int, rows: Tensor | None = None
-    ) -> Tensor:
+    def propose_chains(self, hidden: Tensor, tokens: Tensor, steps: int, rows: Tensor | None = None) -> Tensor:
         """Draft a chain after many places of one sequence at once.
 
         Because a feature row sees only rows before it, one feature pass over the sequence serves every place;
@@ -374,9 +369,7 @@ class Chains:
         self._depth += 1
         positions = self._cache.positions[self._rows] + self._depth
         visible = self._earlier & self._draft._in_window(positions[:, None] - self._cache.positions)
-        own_visible = self._draft._in_window(torch.arange(self._depth - 1, -1, -1)).expand(
-            len(self._rows), -1
-        )
+        own_visible = self._draft._in_window(torch.arange(self._depth - 1, -1, -1)).expand(len(self._rows), -1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._own[layer].append((k, v))
@@ -444,8 +437,8 @@ def simulate_chain(
     are forgotten. Serving ends with the verify step that reaches the last token of the answer.
 
     That last step is counted in full, as the server counts it: drafts beyond the end of the answer are
-    accepted where the target would have gone on with them. Let ``tokens`` run ``steps`` tokens past the
-    answer, and say with ``completion_tokens`` where it ends; drafts beyond the known tokens count as rejected.
+    accepted where the target would have gone on with them. Let ``tokens`` run ``steps`` past the answer,
+    and say with ``completion_tokens`` where it ends; drafts beyond the known tokens count as rejected.
 
     Args:
         draft: the draft.
@@ -533,8 +526,9 @@ def load(
     """Read a draft from disk.
 
     Args:
-        path_or_spec: the checkpoint's folder, or what ``read_draft`` returned for it.
-        target: folder of the target, from which a borrowed embedding or head is read.
+        path_or_spec: folder or Hub id of the checkpoint, or what ``read_draft`` returned for it (as it is or
+            changed; its findings are then the caller's affair).
+        target: folder or Hub id of the target, from which a borrowed embedding or head is read.
         override: the ``eagle3_ext`` keys that win over the checkpoint's own, where a path is given.
         dtype: dtype of all arithmetic.
         embed: [V, E] embedding of the target, in place of reading it from ``target``.
@@ -550,16 +544,15 @@ def load(
     if isinstance(path_or_spec, DraftSpec):
         spec = path_or_spec
     else:
-        from sglang_eagle3_ext.formats import read_draft
-
         spec = read_draft(path_or_spec, override=override)
+        if any(f.severity == "error" for f in spec.findings):
+            raise CheckpointError.from_findings(spec.findings)
     if target is not None:
         if spec.embed == "target" and embed is None:
-            embed = _read_target_tensor(Path(target), "embed_tokens.weight")
+            embed = _read_target_tensor(target, "embed_tokens.weight")
         if spec.lm_head == "target" and lm_head is None:
-            lm_head = _read_target_tensor(Path(target), "lm_head.weight")
-    tensors = dict(_read_tensors(spec))
-    return ReferenceDraft(spec, tensors, embed=embed, lm_head=lm_head, dtype=dtype)
+            lm_head = _read_target_tensor(target, "lm_head.weight")
+    return ReferenceDraft(spec, dict(read_tensors(spec)), embed=embed, lm_head=lm_head, dtype=dtype)
 
 
 def _attention(
@@ -616,10 +609,10 @@ def _rope_frequencies(spec: DraftSpec, dtype: torch.dtype) -> tuple[Tensor, floa
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_theta": rope.theta,
-        "partial_rotary_factor": rope.partial_rotary_factor,
         **(rope.scaling or {}),
         "rope_type": kind,
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.partial_rotary_factor,
     }
     config = LlamaConfig(
         hidden_size=spec.hidden_size,
@@ -647,194 +640,107 @@ def _refuse_unsupported(spec: DraftSpec) -> None:
             f"{spec.path}: attention: got {spec.attention.kind}; the PyTorch reference runs gqa drafts only."
         )
     if spec.hidden_act not in _ACTIVATIONS:
-        problems.append(
-            f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}."
-        )
+        problems.append(f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}.")
     if _rope_kind(spec.rope) not in _TEXT_ROPES:
         problems.append(
-            f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)};"
-            f" expected one of {', '.join(_TEXT_ROPES)}."
+            f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)}; expected one of {', '.join(_TEXT_ROPES)}."
         )
     if problems:
         raise UnsupportedError("\n".join(problems))
 
 
-def _has_bias(spec: DraftSpec, linear: str) -> bool:
-    """Say whether the spec gives a linear layer, named without its suffix, a bias."""
-    attention = spec.attention
-    part = linear.rpartition(".")[2]
-    return {
-        "fc": spec.fc_bias,
-        "q_proj": attention.qkv_bias,
-        "k_proj": attention.qkv_bias,
-        "v_proj": attention.qkv_bias,
-        "o_proj": attention.o_bias,
-        "gate_proj": spec.mlp_bias,
-        "up_proj": spec.mlp_bias,
-        "down_proj": spec.mlp_bias,
-    }[part]
+class _TensorReader:
+    """Takes tensors out of a checkpoint and keeps count of those that are missing or do not fit.
 
-
-def _hidden_norm_name(layer: int, tensors: Mapping[str, Tensor]) -> str:
-    """Name the norm that a layer applies to its hidden input.
-
-    Trainers store it as ``input_layernorm`` in the layers after the first; files written for stock SGLang,
-    which applies ``hidden_norm`` in every layer, store it there.
+    A tensor that does not fit is replaced by zeros, so that all problems can be told at once.
     """
-    stock = f"layers.{layer}.hidden_norm.weight"
-    return stock if layer == 0 or stock in tensors else f"layers.{layer}.input_layernorm.weight"
+
+    def __init__(self, spec: DraftSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self._dtype = dtype
+        self.problems: list[str] = []
+
+    def stored(self, name: str, *shape: int) -> Tensor:
+        """Take a tensor in the dtype it was stored in."""
+        tensor = self._tensors.get(name)
+        if tensor is not None and tuple(tensor.shape) == shape:
+            return tensor
+        got = "nothing" if tensor is None else list(tensor.shape)
+        self._report(name, f"got {got}; expected {list(shape)} by the config. Correct either one.")
+        return torch.zeros(shape)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """Take a norm's weight or a bias."""
+        return self.stored(name, size).to(self._dtype)
+
+    def linear(self, name: str, rows: int, columns: int, has_bias: bool) -> _Linear:
+        """Take a linear layer, named without its suffix."""
+        weight = self.stored(f"{name}.weight", rows, columns).to(self._dtype)
+        return _Linear(weight, self.vector(f"{name}.bias", rows) if has_bias else None)
+
+    def end(self, name: str, is_own: bool, borrowed: Tensor | None) -> Tensor:
+        """Take the embedding or the head, which may be the target's."""
+        tensor = self._tensors.get(name) if is_own else borrowed
+        width = self._spec.hidden_size
+        if tensor is not None and tensor.dim() == 2 and tensor.shape[1] == width:
+            return tensor
+        got = "nothing" if tensor is None else list(tensor.shape)
+        whose = "the draft's own" if is_own else "the target's"
+        advice = "Export it again" if is_own else "Name the target, or give the draft its own"
+        self._report(name, f"got {got}; expected {whose}, {width} columns wide. {advice}.")
+        return torch.zeros(max(self._spec.vocab.draft, self._spec.vocab.target), width)
+
+    def check_rows_of_head(self, head: Tensor) -> None:
+        """Check that the head reaches over the draft vocabulary."""
+        draft = self._spec.vocab.draft
+        if len(head) < draft:
+            advice = "Correct draft_vocab_size."
+            self._report("lm_head.weight", f"got {len(head)} rows; expected at least {draft}. {advice}")
+
+    def _report(self, name: str, problem: str) -> None:
+        self.problems.append(f"{self._spec.path}: {name}: {problem}")
 
 
-def _expected_shapes(spec: DraftSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """List the tensors that the draft's layers need, and their shapes."""
-    width, target, attention = spec.hidden_size, spec.target_hidden_size, spec.attention
-
-    def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", (rows, columns)
-        if _has_bias(spec, name):
-            yield f"{name}.bias", (rows,)
-
-    if spec.num_sources:
-        yield from linear("fc", width, spec.num_sources * target)
-    if spec.norms.around_fc == "per_source":
-        for k in range(spec.num_sources):
-            yield f"fc_norm.{k}.weight", (target,)
-    if spec.norms.around_fc == "concatenation":
-        yield "input_norm.weight", (spec.num_sources * target,)
+def _read_layer(spec: DraftSpec, index: int, read: _TensorReader) -> _Layer:
+    at, width, attention = f"layers.{index}", spec.hidden_size, spec.attention
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    for i in range(attention.num_layers):
-        at = f"layers.{i}"
-        read = width if i else 2 * width
-        if i == 0:
-            yield f"{at}.input_layernorm.weight", (width,)
-        yield _hidden_norm_name(i, tensors), (width,)
-        yield from linear(f"{at}.self_attn.q_proj", queries, read)
-        yield from linear(f"{at}.self_attn.k_proj", keys, read)
-        yield from linear(f"{at}.self_attn.v_proj", keys, read)
-        yield from linear(f"{at}.self_attn.o_proj", width, queries)
-        if attention.qk_norm:
-            yield f"{at}.self_attn.q_norm.weight", (attention.head_dim,)
-            yield f"{at}.self_attn.k_norm.weight", (attention.head_dim,)
-        yield f"{at}.post_attention_layernorm.weight", (width,)
-        yield from linear(f"{at}.mlp.gate_proj", spec.intermediate_size, width)
-        yield from linear(f"{at}.mlp.up_proj", spec.intermediate_size, width)
-        yield from linear(f"{at}.mlp.down_proj", width, spec.intermediate_size)
-    if spec.norms.final_norm:
-        yield "norm.weight", (width,)
-    if spec.vocab.map != "none":
-        yield "d2t", (spec.vocab.draft,)
+    # Layer 0 reads [embedding | hidden] and norms both; the others norm what they read as any decoder does.
+    first = index == 0
+    read_width = 2 * width if first else width
+    inputs = read.vector(f"{at}.input_layernorm.weight", width)
 
+    def head_norm(name: str) -> Tensor | None:
+        if not attention.qk_norm:
+            return None
+        return read.vector(f"{at}.self_attn.{name}.weight", attention.head_dim)
 
-def _problems_with_tensors(spec: DraftSpec, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    for name, shape in _expected_shapes(spec, tensors):
-        if name not in tensors:
-            yield f"{spec.path}: {name}: missing; expected {list(shape)}. Export the draft again with it."
-        elif tuple(tensors[name].shape) != shape:
-            got = list(tensors[name].shape)
-            yield f"{spec.path}: {name}: got {got}; expected {list(shape)} by its config. Correct either one."
-
-
-def _problems_with_ends(spec: DraftSpec, embed: Tensor | None, head: Tensor | None) -> Iterator[str]:
-    """Check the embedding and the head, which may be the target's."""
-    for name, owner, tensor in (("embed_tokens", spec.embed, embed), ("lm_head", spec.lm_head, head)):
-        if tensor is None:
-            whose = "the draft's own" if owner == "own" else "the target's"
-            yield f"{spec.path}: {name}.weight: missing; expected {whose}. Name the target or pass it."
-        elif tensor.dim() != 2 or tensor.shape[1] != spec.hidden_size:
-            yield (
-                f"{spec.path}: {name}.weight: got {list(tensor.shape)}; expected {spec.hidden_size} columns,"
-                " the draft's width. A draft of another width than its target needs its own."
-            )
-    if head is not None and head.dim() == 2 and len(head) < spec.vocab.draft:
-        yield (
-            f"{spec.path}: lm_head.weight: got {len(head)} rows; expected {spec.vocab.draft}, the draft"
-            " vocabulary. Correct draft_vocab_size."
-        )
-
-
-def _read_layer(
-    spec: DraftSpec,
-    index: int,
-    tensors: Mapping[str, Tensor],
-    vector: Callable[[str], Tensor],
-    linear: Callable[[str], _Linear],
-) -> _Layer:
-    at = f"layers.{index}"
-    qk_norm = spec.attention.qk_norm
     return _Layer(
-        embed_norm=vector(f"{at}.input_layernorm.weight") if index == 0 else None,
-        hidden_norm=vector(_hidden_norm_name(index, tensors)),
-        q=linear(f"{at}.self_attn.q_proj"),
-        k=linear(f"{at}.self_attn.k_proj"),
-        v=linear(f"{at}.self_attn.v_proj"),
-        o=linear(f"{at}.self_attn.o_proj"),
-        q_norm=vector(f"{at}.self_attn.q_norm.weight") if qk_norm else None,
-        k_norm=vector(f"{at}.self_attn.k_norm.weight") if qk_norm else None,
-        mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
-        gate=linear(f"{at}.mlp.gate_proj"),
-        up=linear(f"{at}.mlp.up_proj"),
-        down=linear(f"{at}.mlp.down_proj"),
+        embed_norm=inputs if first else None,
+        hidden_norm=read.vector(f"{at}.hidden_norm.weight", width) if first else inputs,
+        q=read.linear(f"{at}.self_attn.q_proj", queries, read_width, attention.qkv_bias),
+        k=read.linear(f"{at}.self_attn.k_proj", keys, read_width, attention.qkv_bias),
+        v=read.linear(f"{at}.self_attn.v_proj", keys, read_width, attention.qkv_bias),
+        o=read.linear(f"{at}.self_attn.o_proj", width, queries, attention.o_bias),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+        mlp_norm=read.vector(f"{at}.post_attention_layernorm.weight", width),
+        gate=read.linear(f"{at}.mlp.gate_proj", spec.intermediate_size, width, spec.mlp_bias),
+        up=read.linear(f"{at}.mlp.up_proj", spec.intermediate_size, width, spec.mlp_bias),
+        down=read.linear(f"{at}.mlp.down_proj", width, spec.intermediate_size, spec.mlp_bias),
     )
 
 
-def _target_ids(spec: DraftSpec, d2t: Tensor | None) -> Tensor | None:
-    """Return the target id of every draft id, or ``None`` where both are the same."""
-    if spec.vocab.map == "none" or d2t is None:
-        return None
-    ids = d2t.to(torch.int64)
-    return ids + torch.arange(len(ids)) if spec.vocab.map == "offset" else ids
-
-
-def _rows_of_draft_vocabulary(spec: DraftSpec, head: Tensor, to_target: Tensor | None) -> Tensor:
-    """Cut a head down to the draft vocabulary; a borrowed or tied one spans the target's."""
-    if spec.lm_head == "own" or len(head) == spec.vocab.draft:
-        return head[: spec.vocab.draft]
-    return head[: spec.vocab.draft] if to_target is None else head[to_target]
-
-
-def _read_tensors(spec: DraftSpec) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors that have a home, under their canonical names."""
-    by_file: dict[str, list[str]] = {}
-    for name in spec.weights:
-        by_file.setdefault(spec.tensors[name].file, []).append(name)
-    for file, names in by_file.items():
-        for name, tensor in _read_file(Path(spec.path) / file, names):
-            yield spec.weights[name], tensor
-
-
-def _read_file(file: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                yield name, opened.get_tensor(name)
-    else:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        for name in names:
-            yield name, state[name]
-
-
-def _read_target_tensor(folder: Path, suffix: str) -> Tensor:
+def _read_target_tensor(target: str | Path, suffix: str) -> Tensor:
     """Read the embedding or the head of a target; a target without a head of its own lends its embedding."""
-    import json
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    else:
-        from safetensors import safe_open
-
-        where = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                where.update(dict.fromkeys(opened.keys(), file.name))
-    found = sorted((n for n in where if n == suffix or n.endswith(f".{suffix}")), key=len)
+    folder = locate(target, None)
+    tensors = headers(folder, [])
+    found = sorted((n for n in tensors if n == suffix or n.endswith(f".{suffix}")), key=len)
     if not found and suffix == "lm_head.weight":
         return _read_target_tensor(folder, "embed_tokens.weight")
     if not found:
         raise CheckpointError(
-            f"{folder}: no tensor ends in {suffix}, got {len(where)} tensors; expected the target's own."
-            " Pass the tensor instead."
+            f"{folder}: got {len(tensors)} tensors, none of which ends in {suffix}; expected the target's"
+            " own. Pass the tensor instead."
         )
-    return next(tensor for _, tensor in _read_file(folder / where[found[0]], found[:1]))
+    return next(load_tensors(folder, {found[0]: tensors[found[0]]}))[1]
