@@ -1,0 +1,171 @@
+"""Start SGLang servers, watch them come up, and stop them whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+LOG_TAIL_LINES = 25
+
+
+class ServerError(RuntimeError):
+    """Say that a server died or did not become ready, with the tail of its log."""
+
+
+@dataclass
+class Server:
+    """One server process of a comparison.
+
+    Attributes:
+        name: what the table calls it.
+        command: the full command but for ``--port``.
+        environment: what is set on top of this process's environment.
+        log: file that takes everything the server prints.
+        port: filled when it starts.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Name the address the server listens on."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def shell_command(self) -> str:
+        """Write the command as one would type it, one flag a line."""
+        words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        for word in [*self.command, "--port", str(self.port)]:
+            words.append(("\\\n    " if word.startswith("--") else "") + shlex.quote(word))
+        return " ".join(words)
+
+    def start(self) -> None:
+        """Start the server in a process group of its own, on a free port."""
+        self.port = free_port()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self.command, "--port", str(self.port)],
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        """Ask the server for a token.
+
+        Raises:
+            ServerError: the process has ended.
+        """
+        if self._process is None or self._process.poll() is not None:
+            code = self._process and self._process.returncode
+            raise ServerError(f"server {self.name!r} ended with code {code}.\n{self.log_tail()}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=20) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False
+
+    def send(self, signum: int) -> bool:
+        """Send a signal to the server and everything it started; say whether anything of it is left."""
+        if self._process is None:
+            return False
+        self._process.poll()  # reaps the leader; its group lives on while a member does
+        try:
+            os.killpg(self._process.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def log_tail(self) -> str:
+        """Return the last lines of the log and where the rest is."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        # SGLang logs all of its arguments on one line of 15 kB.
+        shown = [line[:400] for line in lines[-LOG_TAIL_LINES:]]
+        return "\n".join([f"--- last {len(shown)} lines of {self.log}", *shown, f"--- end of {self.log}"])
+
+
+def free_port() -> int:
+    """Pick a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
+    """Wait until every server answers, with a progress bar.
+
+    Raises:
+        ServerError: one of them ended, or the time is up; carries the tail of its log.
+    """
+    waiting = list(servers)
+    deadline = time.monotonic() + timeout_s
+    with progress(len(servers), "starting servers") as bar:
+        while waiting:
+            bar.set_postfix_str("waiting for " + ", ".join(server.name for server in waiting), refresh=False)
+            bar.update(0)
+            for server in [server for server in waiting if server.is_ready()]:
+                waiting.remove(server)
+                bar.update()
+            if waiting and time.monotonic() > deadline:
+                tails = "\n".join(server.log_tail() for server in waiting)
+                raise ServerError(f"not ready after {timeout_s:.0f} s.\n{tails}")
+            time.sleep(1.0 if waiting else 0.0)
+
+
+def progress(total: int, what: str) -> tqdm[Any]:
+    """Return a progress bar that moves on a terminal and prints a line now and then elsewhere."""
+    return tqdm(total=total, desc=what, mininterval=0.5 if sys.stderr.isatty() else 20.0)
+
+
+def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:
+    """End servers and everything they started: politely, then for good."""
+    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        left = [server for server in servers if server.send(signum)]
+        deadline = time.monotonic() + wait_s
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            left = [server for server in left if server.send(0)]
+        if not left:
+            return
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[Server], timeout_s: float = 900.0) -> Iterator[None]:
+    """Keep servers up for the duration of a block; they are stopped however it ends."""
+
+    def terminated(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    previous = {signum: signal.signal(signum, terminated) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for server in servers:
+            server.start()
+        wait_ready(servers, timeout_s)
+        yield
+    finally:
+        # A second Ctrl-C must not leave a server behind.
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop(servers)
+        for signum, handler in {**previous, signal.SIGINT: interrupt}.items():
+            signal.signal(signum, handler)

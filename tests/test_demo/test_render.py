@@ -1,0 +1,83 @@
+"""Tables and the README's figures come from a result file and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import render
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    def run(name: str, rounds: list[float], length: float | None, identical: float, ties: int | None):
+        return {
+            "name": name,
+            "tok_s": sorted(rounds)[len(rounds) // 2],
+            "tok_s_rounds": rounds,
+            "spec_accept_length": length,
+            "identical": identical,
+            "near_ties": ties,
+        }
+
+    return {
+        "date": "2031-02-03",
+        "machine": {"cpu": "A CPU", "cores": 7},
+        "versions": {"sglang": "9.8.7", "torch": "6.5.4"},
+        "settings": {"dtype": "bfloat16", "questions": 11, "max_tokens": 48, "rounds": 3},
+        "runs": [
+            run("baseline", [10.0, 9.5, 10.25], None, 1.0, None),
+            run("stock", [8.0, 8.5, 7.75], 1.125, 0.9, 1),
+            run("ours", [13.0, 12.5, 14.75], 1.875, 0.8, 2),
+        ],
+        "differences": [
+            {"name": "stock", "question": 3},
+            {"name": "ours", "question": 1},
+            {"name": "ours", "question": 1},
+            {"name": "ours", "question": 4},
+        ],
+    }
+
+
+def test_every_figure_is_in_its_row(result: dict[str, Any]):
+    lines = render.figures(result).splitlines()
+    ours = next(line for line in lines if line.startswith("| " + render.LABELS["ours"]))
+    cells = [cell.strip() for cell in ours.strip("|").split("|")]
+    assert cells[1:] == ["13.00", "12.50 to 14.75", "1.30x", "1.88", "80 %", "2 of 2"]
+    assert "A CPU, 7 cores" in lines[-1]
+    assert "11 questions" in lines[-1]
+
+
+def test_terminal_columns_line_up(result: dict[str, Any]):
+    table = render.text_table(render.HEADER, render.cells(result)).splitlines()
+    assert len({len(line) for line in table}) == 1
+    assert len(table) == 2 + len(result["runs"])
+
+
+def test_rendering_replaces_the_region_only(result: dict[str, Any]):
+    readme = render.README.read_text()
+    with_figures = render.render(readme, result)
+    assert "| 13.00 |" in with_figures
+    assert render.render(with_figures, None) == render.render(readme, None)
+    start, end = readme.index("<!-- figures"), readme.index("<!-- end of figures")
+    assert with_figures.startswith(readme[:start])
+    assert with_figures.endswith(readme[end:])
+
+
+def test_a_readme_without_the_region_is_an_error(result: dict[str, Any]):
+    with pytest.raises(SystemExit, match="region"):
+        render.render("# title\n", result)
+
+
+def test_readme_shows_the_committed_result():
+    committed = json.loads(render.RESULT.read_text()) if render.RESULT.is_file() else None
+    assert render.render(render.README.read_text(), committed) == render.README.read_text(), "run: make docs"
+
+
+def test_picture_is_drawn_where_matplotlib_is(result: dict[str, Any], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    assert render.picture(result, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

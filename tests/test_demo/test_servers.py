@@ -1,0 +1,126 @@
+"""Servers of the demo, with a stand-in that serves /health: they come up and never outlive their block."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.demo.servers import Server, ServerError, running
+
+STAND_IN = """
+import http.server, signal, subprocess, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", child.pid, flush=True)
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+FAILING = "import sys; print('x' * 9000); print('the reason'); sys.exit(3)"
+
+
+def server(tmp_path: Path, name: str, code: str, *words: str) -> Server:
+    return Server(name, [sys.executable, "-c", code, *words], tmp_path / f"{name}.log")
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def pids_of(*servers: Server) -> list[int]:
+    return [int(line.split()[1]) for s in servers for line in s.log.read_text().splitlines() if "pids" in line]
+
+
+def wait_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
+def test_servers_answer_on_ports_of_their_own_and_end_with_the_block(tmp_path: Path):
+    first, second = server(tmp_path, "first", STAND_IN), server(tmp_path, "second", STAND_IN)
+    with running([first, second]):
+        assert first.port != second.port
+        assert first.is_ready()
+        assert second.is_ready()
+        pids = pids_of(first, second)
+        assert len(pids) == 2
+        assert all(map(is_alive, pids))
+    assert wait_gone(pids)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_block_stops_the_servers(tmp_path: Path, error: type[BaseException]):
+    one = server(tmp_path, "one", STAND_IN)
+    with pytest.raises(error), running([one]):
+        raise error
+    assert pids_of(one)
+    assert wait_gone(pids_of(one))
+
+
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.demo.servers.stop.__defaults__", (0.5,))
+    one = server(tmp_path, "one", STAND_IN, "stubborn")
+    with running([one]):
+        pass
+    assert wait_gone(pids_of(one))
+
+
+def test_a_server_that_dies_shows_its_log_and_takes_the_others_along(tmp_path: Path):
+    good, bad = server(tmp_path, "good", STAND_IN), server(tmp_path, "bad", FAILING)
+    with pytest.raises(ServerError) as caught, running([good, bad]):
+        pytest.fail("the block must not be entered")
+    message = str(caught.value)
+    assert "'bad' ended with code 3" in message
+    assert "the reason" in message
+    assert str(bad.log) in message
+    assert max(map(len, message.splitlines())) < 500
+    assert wait_gone(pids_of(good))
+
+
+def test_sigterm_to_the_demo_stops_its_servers(tmp_path: Path):
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from benchmarks.demo.servers import Server, running
+one = Server("one", [sys.executable, "-c", {STAND_IN!r}], Path({str(tmp_path / "one.log")!r}))
+with running([one]):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+    demo = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert demo.stdout is not None
+    assert demo.stdout.readline() == "up\n"
+    pids = pids_of(server(tmp_path, "one", ""))
+    assert all(map(is_alive, pids))
+    demo.send_signal(signal.SIGTERM)
+    assert demo.wait(timeout=20) == 128 + signal.SIGTERM
+    assert wait_gone(pids)
+
+
+def test_the_printed_command_is_the_command(tmp_path: Path):
+    command = ["python", "-m", "x", "--flag", "a b", "--json", '{"k": 1}']
+    one = Server("one", command, tmp_path / "log", {"A": "1", "B": "two words"}, port=1234)
+    printed = shlex.split(one.shell_command().replace("\\\n", " "))
+    assert printed == ["A=1", "B=two words", *command, "--port", "1234"]
+
+
+def test_the_printed_command_runs_in_a_shell(tmp_path: Path):
+    show = "import os, sys; print(os.environ['A'], sys.argv[1:])"
+    one = Server("one", [sys.executable, "-c", show, "--x", "a b"], tmp_path / "log", {"A": "1"}, port=7)
+    out = subprocess.run(one.shell_command(), shell=True, capture_output=True, text=True, env=dict(os.environ))
+    assert out.stdout == "1 ['--x', 'a b', '--port', '7']\n"
