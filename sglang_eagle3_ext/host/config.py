@@ -53,8 +53,13 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
         if unclaimed and not override and "eagle3_ext" not in peek(path, revision):
             return None
         raise
-    if spec.attention.kind != "gqa" and not spec.has_eagle3_ext:
-        return None
+    if spec.attention.kind != "gqa":
+        if not (override or spec.has_eagle3_ext):
+            return None
+        raise CheckpointError(
+            f"{path}: an {spec.attention.kind.upper()} draft that declares eagle3_ext; expected a Llama-type draft, the "
+            "only type this version serves by its plan. Remove eagle3_ext to have stock serve it by its own rules."
+        )
     return spec
 
 
