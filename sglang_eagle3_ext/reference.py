@@ -602,9 +602,11 @@ def _rope_frequencies(spec: DraftSpec, dtype: torch.dtype) -> tuple[Tensor, floa
     """Return the inverse frequencies [rotary width / 2] and the factor on cosine and sine."""
     rope = spec.rope
     kind = _rope_kind(rope)
-    if kind == "default":
+    if kind in ("default", "linear"):
         width = int(spec.attention.head_dim * rope.partial_rotary_factor)
-        return 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=dtype) / width), 1.0
+        stretch = float((rope.scaling or {})["factor"]) if kind == "linear" else 1.0
+        return 1.0 / (stretch * rope.theta ** (torch.arange(0, width, 2, dtype=dtype) / width)), 1.0
+    # The other kinds are the business of transformers, which computes them in float32.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -6,10 +6,12 @@ Nothing here is shared with the code under test: loops and sums as the formulas 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+
+from sglang_eagle3_ext.spec import DraftSpec
 
 
 def rms_norm_oracle(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -76,3 +78,103 @@ def assert_within_budget(
     eager = float(np.abs(as_float64(low_precision_eager) - oracle).max()) if oracle.size else 0.0
     budget = 2 * eager + output_rounding + order
     assert error <= budget, f"error {error:.3e} exceeds budget {budget:.3e} (eager {eager:.3e})"
+
+
+def project_oracle(spec: DraftSpec, w: Mapping[str, np.ndarray], features: np.ndarray) -> np.ndarray:
+    """Turn the target's states into the draft's hidden input, as training does."""
+    if spec.num_sources == 0:
+        return features
+    m = spec.target_hidden_size
+    norm_weight = None
+    if spec.norms.around_fc == "per_source":
+        norm_weight = np.stack([w[f"fc_norm.{k}.weight"] for k in range(spec.num_sources)])
+    elif spec.norms.around_fc == "concatenation":
+        norm_weight = w["input_norm.weight"]
+    return fc_proj_oracle(
+        [features[:, k * m : (k + 1) * m] for k in range(spec.num_sources)],
+        w["fc.weight"],
+        norm=spec.norms.around_fc,
+        norm_weight=norm_weight,
+        eps=spec.rms_norm_eps,
+        bias=w["fc.bias"] if spec.fc_bias else None,
+    )
+
+
+def draft_oracle(
+    spec: DraftSpec,
+    w: Mapping[str, np.ndarray],
+    embeds: np.ndarray,
+    hidden: np.ndarray,
+    positions: Sequence[int],
+    sees: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run the draft's layers over rows of which each sees the rows that ``sees`` [T, T] grants it.
+
+    Attention is one loop over rows, heads and keys; rotation multiplies complex numbers.
+
+    Returns:
+        Logits [T, draft vocabulary] and the state that recurs [T, E].
+    """
+    a, rows = spec.attention, range(len(embeds))
+    for i in range(a.num_layers):
+        at = f"layers.{i}"
+
+        def linear(name: str, x: np.ndarray, at: str = at) -> np.ndarray:
+            return x @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", 0.0)
+
+        def norm(name: str, x: np.ndarray, at: str = at) -> np.ndarray:
+            return rms_norm_oracle(x, w[f"{at}.{name}.weight"], spec.rms_norm_eps)
+
+        if i == 0:
+            normed = norm("hidden_norm", hidden)
+            x = np.concatenate([norm("input_layernorm", embeds), normed], axis=1)
+            residual = normed if spec.norms.residual == "post_norm" else hidden
+        else:
+            x, residual = norm("input_layernorm", hidden), hidden
+        q = linear("self_attn.q_proj", x).reshape(-1, a.heads, a.head_dim)
+        k = linear("self_attn.k_proj", x).reshape(-1, a.kv_heads, a.head_dim)
+        v = linear("self_attn.v_proj", x).reshape(-1, a.kv_heads, a.head_dim)
+        mixed = np.zeros((len(embeds), a.heads, a.head_dim))
+        for t in rows:
+            for h in range(a.heads):
+                group = h // (a.heads // a.kv_heads)
+                seen = [s for s in rows if sees[t, s]]
+                if a.sliding_window is not None:
+                    seen = [s for s in seen if positions[t] - positions[s] < a.sliding_window]
+                query = _turned(spec, w, at, "q", q[t, h], positions[t])
+                scores = [
+                    float(query @ _turned(spec, w, at, "k", k[s, group], positions[s])) / math.sqrt(a.head_dim)
+                    for s in seen
+                ]
+                top = max(scores)
+                weights = [math.exp(score - top) for score in scores]
+                for s, weight in zip(seen, weights, strict=True):
+                    mixed[t, h] += weight / sum(weights) * v[s, group]
+        hidden = residual + linear("self_attn.o_proj", mixed.reshape(len(embeds), -1))
+        x = norm("post_attention_layernorm", hidden)
+        gate = linear("mlp.gate_proj", x)
+        hidden = hidden + linear("mlp.down_proj", gate / (1 + np.exp(-gate)) * linear("mlp.up_proj", x))
+    normed = hidden
+    if spec.norms.final_norm:
+        normed = rms_norm_oracle(hidden, w["norm.weight"], spec.rms_norm_eps)
+    state = normed if spec.norms.recurrent_state == "post_norm" else hidden
+    return normed @ w["lm_head.weight"].T, state
+
+
+def _turned(
+    spec: DraftSpec, w: Mapping[str, np.ndarray], at: str, which: str, head: np.ndarray, position: int
+) -> np.ndarray:
+    """Normalise one query or key head if the draft does, and rotate it to its position."""
+    if spec.attention.qk_norm:
+        weight = w[f"{at}.self_attn.{which}_norm.weight"]
+        head = rms_norm_oracle(head[None], weight, spec.rms_norm_eps)[0]
+    scaling = spec.rope.scaling or {}
+    stretch = scaling["factor"] if scaling.get("rope_type") == "linear" else 1.0
+    width = int(spec.attention.head_dim * spec.rope.partial_rotary_factor)
+    half = width // 2
+    out = head.copy()
+    for i in range(half):
+        angle = position / stretch * spec.rope.theta ** (-2 * i / width)
+        turned = complex(head[i], head[half + i]) * complex(math.cos(angle), math.sin(angle))
+        out[i], out[half + i] = turned.real, turned.imag
+    return out
