@@ -1,15 +1,15 @@
-"""Turn result files into tables and a picture: python -m benchmarks.render [--check]
+"""Write the measured parts of README.md, and tables and a picture of a result: python -m benchmarks.render
 
-Writes the figures of README.md from ``benchmarks/results/demo.json`` (a copy of what ``make demo`` leaves in
-``.demo/demo.json``). With ``--check`` it writes nothing and fails when README.md does not show that file.
+The figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
+``.demo/demo.json``; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULT = ROOT / "benchmarks" / "results" / "demo.json"
 NO_FIGURES = "No figures are committed yet. `make demo` takes them on your machine.\n"
-REGION = re.compile(r"(<!-- figures: .*? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 LABELS = {
     "baseline": "no speculation",
@@ -113,27 +112,35 @@ def picture(result: dict[str, Any], path: Path) -> bool:
     return True
 
 
+def inspect_example() -> str:
+    """Run ``sglang-eagle3 inspect`` on the demo's pair and return what it prints, as a block."""
+    draft, target = "benchmarks/demo/draft", ".demo/SmolLM2-135M-Instruct"
+    command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "inspect", draft, "--target", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return f"```text\n{done.stdout.strip()}\n```\n"
+
+
+def replace_region(text: str, name: str, body: str) -> str:
+    """Replace what stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``."""
+    region = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    if not region.search(text):
+        raise SystemExit(f"README.md: the region between the two `{name}` comments is gone; put it back.")
+    return region.sub(lambda match: match[1] + body + match[2], text, count=1)
+
+
 def render(readme: str, result: dict[str, Any] | None) -> str:
-    """Return README.md with its figures replaced."""
-    if not REGION.search(readme):
-        raise SystemExit("README.md: the region between the two `figures` comments is gone; put it back.")
-    body = NO_FIGURES if result is None else figures(result)
-    return REGION.sub(lambda match: match[1] + body + match[3], readme, count=1)
+    """Return README.md with its measured parts replaced; without a result it says that there is none."""
+    readme = replace_region(readme, "figures", NO_FIGURES if result is None else figures(result))
+    return replace_region(readme, "inspect", inspect_example())
 
 
-def main() -> int:
-    """Rewrite the figures, or compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
-    check = parser.parse_args().check
-    old = README.read_text()
-    new = render(old, json.loads(RESULT.read_text()) if RESULT.is_file() else None)
-    if new != old and check:
-        print("README.md does not show benchmarks/results/demo.json; run: make docs", file=sys.stderr)
-        return 1
-    README.write_text(new)
-    return 0
+def committed_result() -> dict[str, Any] | None:
+    """Read the committed result, if there is one."""
+    if not RESULT.is_file():
+        return None
+    result: dict[str, Any] = json.loads(RESULT.read_text())
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    README.write_text(render(README.read_text(), committed_result()))

@@ -64,7 +64,7 @@ def ask(server: Server, question: str, max_tokens: int) -> tuple[Any, float]:
 
     SGLang's extensions of that API carry token ids and the counts of speculation in the same response.
     """
-    flags = ("return_meta_info", "return_token_ids", "return_prompt_token_ids")
+    flags = ("return_meta_info", "return_token_ids")
     client = client_of(server)
     start = time.perf_counter()
     response = client.chat.completions.create(
@@ -109,7 +109,7 @@ def measure(
                         question=q,
                         round=r,
                         prompt_ids=tuple(extra["prompt_token_ids"]),
-                        token_ids=tuple(extra["token_ids"]),
+                        token_ids=tuple(extra["response_token_ids"]),
                         seconds=seconds,
                         verify_steps=meta.get("spec_verify_ct"),
                         histogram=tuple(meta.get("spec_correct_drafts_histogram") or ()),

@@ -63,7 +63,7 @@ def test_row_sums_up_rounds_steps_and_equal_outputs():
 def test_servers_take_turns_and_start_every_answer_without_a_cache(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[str, str]] = []
     servers = [SimpleNamespace(name=name) for name in ("a", "b", "c")]
-    extra = {"meta_info": {"completion_tokens": 1}, "prompt_token_ids": [1], "token_ids": [2]}
+    extra = {"meta_info": {"completion_tokens": 1}, "prompt_token_ids": [1], "response_token_ids": [2]}
 
     def fake_ask(server, question, max_tokens):
         calls.append((server.name, question))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +57,22 @@ def test_terminal_columns_line_up(result: dict[str, Any]):
 
 
 def test_rendering_replaces_the_region_only(result: dict[str, Any]):
-    readme = render.README.read_text()
-    with_figures = render.render(readme, result)
-    assert "| 13.00 |" in with_figures
-    assert render.render(with_figures, None) == render.render(readme, None)
-    start, end = readme.index("<!-- figures"), readme.index("<!-- end of figures")
-    assert with_figures.startswith(readme[:start])
-    assert with_figures.endswith(readme[end:])
+    text = "before\n<!-- figures: by make docs -->\nold\n<!-- end of figures -->\nafter\n"
+    once = render.replace_region(text, "figures", render.figures(result))
+    assert once.startswith("before\n<!-- figures: by make docs -->\n| server |")
+    assert once.endswith("<!-- end of figures -->\nafter\n")
+    assert "old" not in once
+    assert render.replace_region(once, "figures", render.figures(result)) == once
 
 
-def test_a_readme_without_the_region_is_an_error(result: dict[str, Any]):
-    with pytest.raises(SystemExit, match="region"):
-        render.render("# title\n", result)
+def test_a_readme_without_the_region_is_an_error():
+    with pytest.raises(SystemExit, match="`figures`"):
+        render.replace_region("# title\n", "figures", "")
 
 
 def test_readme_shows_the_committed_result():
-    committed = json.loads(render.RESULT.read_text()) if render.RESULT.is_file() else None
-    assert render.render(render.README.read_text(), committed) == render.README.read_text(), "run: make docs"
+    readme = render.README.read_text()
+    assert render.render(readme, render.committed_result()) == readme, "run: make docs"
 
 
 def test_picture_is_drawn_where_matplotlib_is(result: dict[str, Any], tmp_path: Path):
