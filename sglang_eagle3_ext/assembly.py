@@ -109,9 +109,7 @@ def _default_boundaries(reading: StockReading | None, num_layers: int) -> tuple[
     return tuple(b + shift for b in (2, num_layers // 2, num_layers - 3))
 
 
-def _captured_by_stock(
-    wanted: Sequence[int], reading: StockReading, num_layers: int
-) -> tuple[Boundary, ...] | None:
+def _captured_by_stock(wanted: Sequence[int], reading: StockReading, num_layers: int) -> tuple[Boundary, ...] | None:
     """Say what stock emits when asked for these boundaries: ascending, ``None`` where it loses one."""
     highest = num_layers if reading.captures_last else num_layers - 1
     lowest = 0 if reading.captures_embedding else 1
@@ -157,9 +155,8 @@ def plan(spec: DraftSpec, target: TargetFacts) -> AssemblyPlan:
             Finding(
                 "info",
                 "target_class_unlisted",
-                f"{target.path}: stock SGLang has no EAGLE-3 capture on {target.architecture}; ids were "
-                "read by the trainers' convention (outputs). Name the sources in eagle3_ext if that is not "
-                "what was trained.",
+                f"{target.path}: stock SGLang has no EAGLE-3 capture on {target.architecture}; ids were read by the "
+                "trainers' convention (outputs). Name the sources in eagle3_ext if that is not what was trained.",
             )
         )
 
@@ -216,10 +213,9 @@ def _resolve(spec: DraftSpec, target: TargetFacts, findings: list[Finding]) -> t
             Finding(
                 "info" if settled else "warning",
                 "layer_ids_two_readings",
-                f"{spec.path}/config.json:eagle_config.eagle_aux_hidden_state_layer_ids: {ids} is read the "
-                f"way stock SGLang reads it on {target.architecture}: {_spell_all(read, n)}, boundaries "
-                f"{list(read)}; the other convention gives {_spell_all(other, n)}, boundaries "
-                f"{list(other)}. "
+                f"{spec.path}/config.json:eagle_config.eagle_aux_hidden_state_layer_ids: {ids} is read the way stock "
+                f"SGLang reads it on {target.architecture}: {_spell_all(read, n)}, boundaries {list(read)}; the other "
+                f"convention gives {_spell_all(other, n)}, boundaries {list(other)}. "
                 'Settle it with "eagle3_ext": {"layer_ids": "output"} or "boundary".',
             )
         )
@@ -243,8 +239,7 @@ def _report_default(spec: DraftSpec, num_layers: int, boundaries: Sequence[Bound
             "warning",
             "no_sources_declared",
             f"{where}: names no hidden states; stock's default for {num_layers} layers was taken: "
-            f"{_spell_all(boundaries, num_layers)}, boundaries {list(boundaries)}. Declare what was "
-            "trained: "
+            f"{_spell_all(boundaries, num_layers)}, boundaries {list(boundaries)}. Declare what was trained: "
             '"eagle3_ext": {"sources": [...]}.',
         )
     ]
@@ -254,9 +249,8 @@ def _report_default(spec: DraftSpec, num_layers: int, boundaries: Sequence[Bound
             Finding(
                 "error",
                 "default_collapses",
-                f"{where}: stock's default boundaries are {list(boundaries)} on a target of {num_layers} "
-                f"layers, got {len(usable)} usable ones; expected {len(boundaries)} distinct ones. Declare "
-                "the sources: "
+                f"{where}: stock's default boundaries are {list(boundaries)} on a target of {num_layers} layers, got "
+                f"{len(usable)} usable ones; expected {len(boundaries)} distinct ones. Declare the sources: "
                 '"eagle3_ext": {"sources": [...]}.',
             )
         )
@@ -279,8 +273,8 @@ def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bo
             Finding(
                 "error",
                 "source_beyond_depth",
-                f"{key}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in "
-                f"0..{n}. Check that {target.path} is the target this draft was trained for.",
+                f"{key}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in 0..{n}. Check "
+                f"that {target.path} is the target this draft was trained for.",
             )
         )
     repeated = [str(b) for b in dict.fromkeys(boundaries) if boundaries.count(b) > 1]
@@ -289,8 +283,8 @@ def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bo
             Finding(
                 "error",
                 "duplicate_source",
-                f"{key}: got {texts}, which names boundary {', '.join(repeated)} more than once; every "
-                "source must be another state. Remove the repetition or correct it.",
+                f"{key}: got {texts}, which names boundary {', '.join(repeated)} more than once; every source must be "
+                "another state. Remove the repetition or correct it.",
             )
         )
     if not 1 <= len(boundaries) <= MAX_SOURCES:
@@ -315,8 +309,8 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
                 "error",
                 "fc_width",
                 f"{spec.path}:fc.weight: reads {spec.fc_in} columns, got {len(boundaries)} sources of width "
-                f"{target.hidden_size} = {width} on {target.path}; both must be equal. Declare as many "
-                "sources as fc was trained on, and check the target.",
+                f"{target.hidden_size} = {width} on {target.path}; both must be equal. Declare as many sources as fc "
+                "was trained on, and check the target.",
             )
         )
     if target.hidden_size != spec.target_hidden_size:
@@ -324,9 +318,9 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
             Finding(
                 "error",
                 "target_width",
-                f"{spec.path}/config.json:target_hidden_size: {spec.target_hidden_size}, got {target.path} "
-                f"with hidden_size {target.hidden_size}; both must be equal. Check that this is the target "
-                "the draft was trained for.",
+                f"{spec.path}/config.json:target_hidden_size: {spec.target_hidden_size}, got {target.path} with "
+                f"hidden_size {target.hidden_size}; both must be equal. Check that this is the target the draft was "
+                "trained for.",
             )
         )
     if target.vocab_size != spec.vocab.target:
@@ -334,9 +328,8 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
             Finding(
                 "error",
                 "vocab_size",
-                f"{spec.path}/config.json:vocab_size: {spec.vocab.target}, got {target.path} with "
-                f"vocab_size {target.vocab_size}; both must be equal. Check that this is the target the "
-                "draft was trained for.",
+                f"{spec.path}/config.json:vocab_size: {spec.vocab.target}, got {target.path} with vocab_size "
+                f"{target.vocab_size}; both must be equal. Check that this is the target the draft was trained for.",
             )
         )
     if spec.verifier.architectures and target.architecture not in spec.verifier.architectures:
@@ -345,9 +338,9 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
             Finding(
                 "warning",
                 "verifier_mismatch",
-                f"{spec.path}/config.json:verifier: records {', '.join(spec.verifier.architectures)}{name}, "
-                f"got {target.architecture} in {target.path}; expected the recorded target. Check that the "
-                "pair belongs together.",
+                f"{spec.path}/config.json:verifier: records {', '.join(spec.verifier.architectures)}{name}, got "
+                f"{target.architecture} in {target.path}; expected the recorded target. Check that the pair belongs "
+                "together.",
             )
         )
     return findings
@@ -393,9 +386,7 @@ def _differences(
 
 def apply_strict(spec: DraftSpec, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Turn every ambiguity into an error where the draft asks for ``strict``."""
-    return tuple(
-        replace(f, severity="error") if spec.strict and f.code in AMBIGUITIES else f for f in findings
-    )
+    return tuple(replace(f, severity="error") if spec.strict and f.code in AMBIGUITIES else f for f in findings)
 
 
 def check(plan: AssemblyPlan) -> None:
@@ -430,8 +421,8 @@ def permute_fc_weight(weight: Tensor, plan: AssemblyPlan) -> Tensor:
     blocks = len(plan.block_of)
     if weight.shape[-1] % blocks:
         raise ValueError(
-            f"weight: got {weight.shape[-1]} columns; expected a multiple of the {blocks} sources of the "
-            "plan. Pass fc.weight or the weight of the norm over the whole concatenation."
+            f"weight: got {weight.shape[-1]} columns; expected a multiple of the {blocks} sources of the plan. Pass "
+            "fc.weight or the weight of the norm over the whole concatenation."
         )
     # `unflatten` and the index keep every value bit for bit; nothing is computed.
     permuted: Tensor = weight.unflatten(-1, (blocks, -1))[..., list(plan.block_of), :].flatten(-2)
@@ -446,8 +437,8 @@ def permute_blocks(items: Sequence[T], plan: AssemblyPlan) -> list[T]:
     """
     if len(items) != len(plan.block_of):
         raise ValueError(
-            f"items: got {len(items)}; expected one for each of the {len(plan.block_of)} sources. Pass the "
-            "per-source norms in fc column order."
+            f"items: got {len(items)}; expected one for each of the {len(plan.block_of)} sources. Pass the per-source "
+            "norms in fc column order."
         )
     return [items[block] for block in plan.block_of]
 

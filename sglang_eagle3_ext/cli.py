@@ -111,9 +111,7 @@ def _override(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f'{error}; expected JSON such as \'{{"sources": ["embed"]}}\''
-        ) from error
+        raise argparse.ArgumentTypeError(f'{error}; expected JSON such as \'{{"sources": ["embed"]}}\'') from error
     if isinstance(value, dict) and set(value) == {"eagle3_ext"}:
         value = value["eagle3_ext"]
     if not isinstance(value, dict):
@@ -143,9 +141,7 @@ def _inspect(args: argparse.Namespace) -> int:
         findings = (*(spec.findings if spec else ()), *error.findings)
     if args.weights and spec is not None:
         local = Path(args.target).expanduser() if args.target is not None else None
-        findings += formats.check_values(
-            spec, local if local and local.is_dir() else None, progress=_progress
-        )
+        findings += formats.check_values(spec, local if local and local.is_dir() else None, progress=_progress)
     if args.json:
         print(json.dumps(_as_json(spec, plan, findings), indent=2))
     elif spec is not None:
@@ -172,9 +168,7 @@ def _texts(spec: DraftSpec, plan: AssemblyPlan | None) -> list[str] | None:
     if plan is not None:
         if spec.sources is not None and all(s.kind != "id" for s in spec.sources):
             return [s.text for s in assembly.column_order(spec.sources, spec.order)]
-        return [
-            "final_norm" if b == "final_norm" else f"layer{b - 1}" if b else "embed" for b in plan.boundaries
-        ]
+        return ["final_norm" if b == "final_norm" else f"layer{b - 1}" if b else "embed" for b in plan.boundaries]
     if spec.sources is None:
         return None
     return [_spell_id(s, spec) for s in assembly.column_order(spec.sources, spec.order)]
@@ -188,9 +182,7 @@ def _spell_id(source: Source, spec: DraftSpec) -> str:
     return "embed" if boundary == 0 else f"layer{boundary - 1}"
 
 
-def _as_json(
-    spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterable[Finding]
-) -> dict[str, Any]:
+def _as_json(spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterable[Finding]) -> dict[str, Any]:
     """Build the object of ``inspect --json``; unknown values are null."""
     result: dict[str, Any] = dict.fromkeys(INSPECT_KEYS)
     result["findings"] = [{"severity": f.severity, "code": f.code, "message": f.message} for f in findings]
@@ -261,9 +253,7 @@ def _rows(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str
     yield "residual", norms.residual.replace("_", "-"), "residual"
     yield "recurrent state", norms.recurrent_state.replace("_", "-"), "recurrent_state"
     yield "final norm", "yes" if norms.final_norm else "no", "final_norm"
-    extras = [
-        name for name, on in (("q/k norm", a.qk_norm), ("q/k/v bias", a.qkv_bias), ("o bias", a.o_bias)) if on
-    ]
+    extras = [name for name, on in (("q/k norm", a.qk_norm), ("q/k/v bias", a.qkv_bias), ("o bias", a.o_bias)) if on]
     if a.sliding_window:
         extras.append(f"window {a.sliding_window}")
     yield "layers", f"{a.num_layers} {a.kind}" + "".join(f", {e}" for e in extras), "num_layers"
@@ -295,9 +285,7 @@ def _as_text(spec: DraftSpec, plan: AssemblyPlan | None, findings: Sequence[Find
     yield f"{spec.path}"
     yield f"{spec.format} layout, {spec.architecture}" + (f", on {plan.target.path}" if plan else "")
     yield ""
-    rows = [
-        (name, value, origins.get(field, "") if field else "") for name, value, field in _rows(spec, plan)
-    ]
+    rows = [(name, value, origins.get(field, "") if field else "") for name, value, field in _rows(spec, plan)]
     names = max(len(name) for name, _, _ in rows)
     values = max((len(value) for _, value, origin in rows if origin), default=0)
     for name, value, origin in rows:
@@ -387,9 +375,7 @@ def _steps(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, st
         yield f"{prefix}down + residual", "[T, E]"
     yield ("final norm" if norms.final_norm else "no final norm"), "[T, E]"
     yield f"head ({spec.lm_head})", "[T, V]"
-    how = {"offset": "draft id + d2t[draft id]", "absolute": "d2t[draft id]", "none": "draft id"}[
-        spec.vocab.map
-    ]
+    how = {"offset": "draft id + d2t[draft id]", "absolute": "d2t[draft id]", "none": "draft id"}[spec.vocab.map]
     yield f"target id = {how}", ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ def change(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if value is DELETE:
             inner.pop(last, None)
         else:
-            inner[last] = value
+            inner[last] = copy.deepcopy(value)
 
 
 def draft_tensors(
@@ -194,7 +195,11 @@ def write_draft(
             tensors[name] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    # Cloned, since one tensor may stand for several of the file, which safetensors refuses to save shared.
+    save_file(
+        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 

@@ -65,15 +65,15 @@ def read_draft(
     if len(claimed) > 1:
         raise fatal(
             "dialect_ambiguous",
-            f"{folder.path}/config.json: {' and '.join(claimed)} claim it; expected exactly one dialect. "
-            "Remove the keys of the other.",
+            f"{folder.path}/config.json: {' and '.join(claimed)} claim it; expected exactly one dialect. Remove the "
+            "keys of the other.",
         )
     if not claimed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in answers.items())
         raise fatal(
             "dialect_unknown",
-            f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one "
-            f"of {', '.join(READERS)}. Check that the folder holds a draft.",
+            f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one of "
+            f"{', '.join(READERS)}. Check that the folder holds a draft.",
         )
     return next(iter(claimed.values()))
 
@@ -123,11 +123,7 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
     config = read_json(folder / "config.json", "target_unreadable")
     # Multimodal wrappers keep the language model's sizes one level down.
     inner: dict[str, Any] = next(
-        (
-            config[k]
-            for k in ("text_config", "llm_config", "language_config")
-            if isinstance(config.get(k), dict)
-        ),
+        (config[k] for k in ("text_config", "llm_config", "language_config") if isinstance(config.get(k), dict)),
         {},
     )
     sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json")
@@ -135,8 +131,8 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
     if not isinstance(architectures, list) or not architectures:
         raise fatal(
             "target_unreadable",
-            f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. "
-            "Add the key.",
+            f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. Add the "
+            "key.",
         )
     return TargetFacts(
         path=str(path),

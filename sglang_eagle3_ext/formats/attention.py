@@ -18,12 +18,10 @@ def count_layers(r: Reading) -> int:
             "warning",
             "layer_count",
             f"{r.dialect.layer_place}num_hidden_layers",
-            f"got {declared}, the file holds {count} layer{'s' * (count != 1)}; expected both to agree. The "
-            "file was believed; correct the key.",
+            f"got {declared}, the file holds {count} layer{'s' * (count != 1)}; expected both to agree. The file was "
+            "believed; correct the key.",
         )
-        r.differences.append(
-            f"stock builds {declared} layers, of which the file fills {min(count, declared)}"
-        )
+        r.differences.append(f"stock builds {declared} layers, of which the file fills {min(count, declared)}")
     return count
 
 
@@ -40,8 +38,7 @@ def read_attention(r: Reading, hidden_size: int, num_layers: int) -> Attention:
             "error",
             "config_incomplete",
             f"{r.dialect.layer_place}num_attention_heads",
-            f"got {layer.num_attention_heads!r} with head_dim {head_dim!r}; expected positive integers. Add "
-            "the key.",
+            f"got {layer.num_attention_heads!r} with head_dim {head_dim!r}; expected positive integers. Add the key.",
         )
         raise CheckpointError.from_findings(r.folder.findings)
     if head_dim is None:
@@ -93,8 +90,8 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
                 "error",
                 "sliding_window_mixed",
                 f"{r.dialect.layer_place}layer_types",
-                f"got {layer.layer_types[:num_layers]}; expected one kind of attention in all layers of the "
-                "draft. Such a draft cannot be served.",
+                f"got {layer.layer_types[:num_layers]}; expected one kind of attention in all layers of the draft. "
+                "Such a draft cannot be served.",
             )
         windowed = kinds == {True}
     elif layer.use_sliding_window:
@@ -105,20 +102,18 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
             "warning",
             "sliding_window_unclear",
             place,
-            f"got {layer.sliding_window} without use_sliding_window or layer_types; full attention was "
-            "taken, as stock does. Set use_sliding_window to say which it is.",
+            f"got {layer.sliding_window} without use_sliding_window or layer_types; full attention was taken, as "
+            "stock does. Set use_sliding_window to say which it is.",
         )
     if windowed:
         r.folder.add(
             "warning",
             "sliding_window",
             place,
-            f"got {layer.sliding_window}, which SGLang does not read; expected the flag on the command "
-            f"line. Serve with --speculative-draft-window-size {layer.sliding_window}.",
+            f"got {layer.sliding_window}, which SGLang does not read; expected the flag on the command line. Serve "
+            f"with --speculative-draft-window-size {layer.sliding_window}.",
         )
-        r.differences.append(
-            "stock attends to the whole context unless --speculative-draft-window-size is given"
-        )
+        r.differences.append("stock attends to the whole context unless --speculative-draft-window-size is given")
     return layer.sliding_window if windowed else None
 
 
@@ -136,8 +131,8 @@ def note_biases(r: Reading, fc_bias: bool, mlp_bias: bool, attention: Attention)
                 "warning",
                 "bias_absent",
                 f"{place}{flag}",
-                "got true, and the file holds no such bias; expected both to agree. The draft is read "
-                "without it; correct the key.",
+                "got true, and the file holds no such bias; expected both to agree. The draft is read without it; "
+                "correct the key.",
             )
     if attention.qkv_bias:
         r.differences.append("stock drops the biases of q, k and v")

@@ -84,8 +84,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             return refusal
     elif architecture != STOCK_ARCHITECTURE:
         return (
-            f"config.json:architectures is {architectures!r}; the flat layout calls itself "
-            f"{STOCK_ARCHITECTURE}, the EAGLE repository LlamaForCausalLM"
+            f"config.json:architectures is {architectures!r}; the flat layout calls itself {STOCK_ARCHITECTURE}, the "
+            "EAGLE repository LlamaForCausalLM"
         )
     place = f"{folder.path}/config.json"
     flat: FlatConfig = convert(config, FlatConfig, place)
@@ -153,18 +153,12 @@ def _plain_llama(folder: Folder) -> str | None:
     hidden = folder.config.get("hidden_size")
     if "fc.weight" not in by_name:
         return "architecture LlamaForCausalLM and no fc.weight: a plain language model, not a draft"
-    if (
-        query is None
-        or len(query.shape) != 2
-        or query.shape[1] != 2 * (hidden if isinstance(hidden, int) else 0)
-    ):
+    if query is None or len(query.shape) != 2 or query.shape[1] != 2 * (hidden if isinstance(hidden, int) else 0):
         return "its attention does not read 2 x hidden_size columns, as EAGLE-3 does: an EAGLE-1 draft"
     return None
 
 
-def _ids(
-    folder: Folder, flat: FlatConfig, nested: NestedConfig
-) -> tuple[tuple[int, ...] | None, str, IdMeaning]:
+def _ids(folder: Folder, flat: FlatConfig, nested: NestedConfig) -> tuple[tuple[int, ...] | None, str, IdMeaning]:
     """Read the id list from the two places where it may stand."""
     inner, outer = nested.eagle_aux_hidden_state_layer_ids, flat.eagle_aux_hidden_state_layer_ids
     key = "eagle_aux_hidden_state_layer_ids"
@@ -173,8 +167,7 @@ def _ids(
             "error",
             "ids_disagree",
             f"config.json:{key}",
-            f"got {outer} at the top level and {inner} in eagle_config; expected one list. Remove the wrong "
-            "one, or "
+            f"got {outer} at the top level and {inner} in eagle_config; expected one list. Remove the wrong one, or "
             'declare "eagle3_ext": {"sources": [...]}.',
         )
     if inner is not None:
@@ -186,8 +179,8 @@ def _ids(
             "warning",
             "top_level_ids",
             f"config.json:{key}",
-            f"got {outer} at the top level, where stock SGLang does not look; the ids were read as "
-            "boundaries, as vLLM "
+            f"got {outer} at the top level, where stock SGLang does not look; the ids were read as boundaries, as "
+            "vLLM "
             'does. Settle it with "eagle3_ext": {"sources": [...]}.',
         )
     return tuple(outer), f"config.json:{key}", "boundary"
@@ -200,8 +193,7 @@ def _either(folder: Folder, key: str, outer: bool | None, inner: bool | None) ->
             "error",
             "flags_disagree",
             f"config.json:{key}",
-            f"got {outer} at the top level and {inner} in eagle_config; expected one value. Correct one of "
-            "the two.",
+            f"got {outer} at the top level and {inner} in eagle_config; expected one value. Correct one of the two.",
         )
     return outer if inner is None else inner
 

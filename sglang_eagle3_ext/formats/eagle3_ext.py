@@ -25,9 +25,7 @@ class ExpectedAcceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def freeze(self) -> Expected:
         """Turn into the noun of ``spec``."""
-        return Expected(
-            self.accept_length, tuple(self.accept_per_position), self.steps, self.topk, self.draft_tokens
-        )
+        return Expected(self.accept_length, tuple(self.accept_per_position), self.steps, self.topk, self.draft_tokens)
 
 
 class Eagle3Ext(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -72,8 +72,7 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
                 "error",
                 "aux_flag_disagrees",
                 "config.json:eagle_config.use_aux_hidden_state",
-                "got false beside a stored fc.weight, which would then never run; expected one of the two. "
-                "Set it to "
+                "got false beside a stored fc.weight, which would then never run; expected one of the two. Set it to "
                 'true, or declare the input of fc: "eagle3_ext": {"sources": [...]}.',
             )
         elif width != hidden_size:
@@ -81,8 +80,8 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
                 "error",
                 "fc_width",
                 "config.json:target_hidden_size",
-                f"got {width} for a draft of width {hidden_size} without fc; expected equal widths. Check "
-                "the checkpoint.",
+                f"got {width} for a draft of width {hidden_size} without fc; expected equal widths. Check the "
+                "checkpoint.",
             )
         return 0, width, None
     counts = {
@@ -95,8 +94,7 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
             "error",
             "source_count_disagrees",
             "config.json:num_aux_hidden_states",
-            f"got {d.num_aux} beside {len(sources or ())} ids; expected both to agree. Correct one of the "
-            "two.",
+            f"got {d.num_aux} beside {len(sources or ())} ids; expected both to agree. Correct one of the two.",
         )
     expected = next(iter(said.values()), None)
     if shape is None or len(shape) != 2:
@@ -114,8 +112,8 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
             "error",
             "fc_width",
             f"{r.folder.tensors[r.by_canonical['fc.weight']].file}:fc.weight",
-            f"got {fc_in} input columns, which is no multiple of the target's width {width}; expected one "
-            "block per source. Set target_hidden_size to the target's hidden_size.",
+            f"got {fc_in} input columns, which is no multiple of the target's width {width}; expected one block per "
+            "source. Set target_hidden_size to the target's hidden_size.",
         )
         return expected or 3, width, fc_in
     count = fc_in // width
@@ -125,8 +123,8 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
             "error",
             "fc_width",
             f"{r.folder.tensors[r.by_canonical['fc.weight']].file}:fc.weight",
-            f"reads {fc_in} = {count} x {width} columns, got {expected} {which}; expected {count} sources "
-            f"of width {width}. Declare as many sources as fc was trained on, or set target_hidden_size.",
+            f"reads {fc_in} = {count} x {width} columns, got {expected} {which}; expected {count} sources of width "
+            f"{width}. Declare as many sources as fc was trained on, or set target_hidden_size.",
         )
     return count, width, fc_in
 
@@ -163,8 +161,7 @@ def _around_fc(r: Reading) -> Literal["none", "per_source", "concatenation"]:
             "error",
             "norms_clash",
             "config.json:norm_before_fc",
-            "got true beside fc_norm; expected at most one kind of norm around fc. Correct the flags, or "
-            "set "
+            "got true beside fc_norm; expected at most one kind of norm around fc. Correct the flags, or set "
             '"eagle3_ext": {"norms": ...}.',
         )
     stored = {
@@ -177,9 +174,8 @@ def _around_fc(r: Reading) -> Literal["none", "per_source", "concatenation"]:
                 "error",
                 "norm_flag_missing",
                 f"config.json:{flag}",
-                "is not set, got a tensor for it "
-                f"({'fc_norm.N' if flag == 'fc_norm' else 'input_norm'}.weight); expected flag and tensor "
-                "together. Set the flag, or remove the tensor.",
+                f"is not set, got a tensor for it ({'fc_norm.N' if flag == 'fc_norm' else 'input_norm'}.weight); "
+                "expected flag and tensor together. Set the flag, or remove the tensor.",
             )
     r.origins["norms"] = "config" if flags else "weights" if any(stored.values()) else "default"
     if "fc_norm" in flags or (not flags and stored["fc_norm"]):
@@ -216,8 +212,8 @@ def _recurrent_state(r: Reading) -> Literal["pre_norm", "post_norm"]:
             "warning",
             "norm_output_two_meanings",
             "config.json:norm_output",
-            "got true, which SpecForge writes for drafts that recycle the state before the final norm and "
-            "other trainers for the state after it; the latter was taken, as stock does. Settle it with "
+            "got true, which SpecForge writes for drafts that recycle the state before the final norm and other "
+            "trainers for the state after it; the latter was taken, as stock does. Settle it with "
             '"eagle3_ext": {"producer": ...} or {"recurrent_state": ...}.',
         )
     if value != stock:
@@ -241,8 +237,7 @@ def _final_norm(r: Reading) -> bool:
             "error",
             "norm_flag_missing",
             "config.json:use_last_layernorm",
-            "got false beside a stored norm.weight; expected flag and tensor together. Correct one of the "
-            "two.",
+            "got false beside a stored norm.weight; expected flag and tensor together. Correct one of the two.",
         )
         present = True
     if not present:

@@ -60,8 +60,8 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
     except ImportError:
         raise fatal(
             "no_checkpoint",
-            f"{path}: no such folder, and huggingface_hub is not installed; expected a checkpoint folder. "
-            "Check the path, or install huggingface_hub to read from the Hub.",
+            f"{path}: no such folder, and huggingface_hub is not installed; expected a checkpoint folder. Check the "
+            "path, or install huggingface_hub to read from the Hub.",
         ) from None
     patterns = [*_CONFIG_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
@@ -71,8 +71,8 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fatal(
             "no_checkpoint",
-            f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder "
-            "or a Hub id. Check the spelling, the network and HF_HUB_OFFLINE.",
+            f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder or a Hub "
+            "id. Check the spelling, the network and HF_HUB_OFFLINE.",
         ) from error
 
 
@@ -132,9 +132,16 @@ class Folder:
         """Report a finding at ``<folder>/<place>``."""
         self.findings.append(Finding(severity, code, f"{self.path}/{place}: {text}"))
 
-    def values(self, name: str) -> Tensor:
-        """Load one tensor on the CPU."""
-        return next(iter(load_tensors(self.path, {name: self.tensors[name]})))[1]
+    def integers(self, name: str) -> list[int]:
+        """Load a vector of integers or flags."""
+        file = self.path / self.tensors[name].file
+        if file.suffix != ".safetensors":
+            return [int(value) for value in _load_pickle(file)[name].tolist()]
+        from safetensors import safe_open
+
+        # Through numpy, so that looking at a draft does not wait for torch.
+        with safe_open(file, framework="numpy") as opened:
+            return [int(value) for value in opened.get_tensor(name).tolist()]
 
 
 def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
@@ -143,9 +150,7 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
     pickles = sorted(path.glob("pytorch_model*.bin"))
     # SGLang and transformers prefer safetensors where both lie side by side.
     files, read = (safetensors, _safetensors_header) if safetensors else (pickles, _pickle_header)
-    indices = sorted(
-        path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json")
-    )
+    indices = sorted(path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json"))
     index: dict[str, str] = {}
     for file in indices:
         weight_map = read_json(file, "index_unreadable").get("weight_map")
@@ -159,14 +164,13 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
     if absent:
         raise fatal(
             "shard_absent",
-            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every "
-            "shard. Fetch the missing files.",
+            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every shard. Fetch "
+            "the missing files.",
         )
     if not files:
         raise fatal(
             "no_weights",
-            f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the "
-            "folder.",
+            f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the folder.",
         )
     if index:
         extra = [file.name for file in files if file.name not in index.values()]
@@ -176,8 +180,8 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                 Finding(
                     "warning",
                     "shard_unlisted",
-                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; "
-                    "expected every weight file to be named. Remove the file or correct the index.",
+                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; expected "
+                    "every weight file to be named. Remove the file or correct the index.",
                 )
             )
     tensors: dict[str, TensorInfo] = {}
@@ -188,8 +192,8 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                     Finding(
                         "error",
                         "tensor_twice",
-                        f"{file}:{name}: is also in {tensors[name].file}; expected each tensor once. Remove "
-                        "one of the two files.",
+                        f"{file}:{name}: is also in {tensors[name].file}; expected each tensor once. Remove one of "
+                        "the two files.",
                     )
                 )
             tensors[name] = info
@@ -199,8 +203,8 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
             Finding(
                 "error",
                 "index_disagrees",
-                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; "
-                "expected index and shards to agree. Fetch the checkpoint again.",
+                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; expected "
+                "index and shards to agree. Fetch the checkpoint again.",
             )
         )
     return tensors
@@ -213,8 +217,7 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return {
-                name: TensorInfo(tuple(part.get_shape()), part.get_dtype(), file.name)
-                for name, part in slices.items()
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype(), file.name) for name, part in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise fatal(
@@ -262,16 +265,13 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise fatal(
             "weights_unreadable",
-            f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the "
-            "file again.",
+            f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the file again.",
         ) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(value, torch.Tensor) for value in content.values()
-    ):
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise fatal(
             "weights_unreadable",
-            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. Save the "
-            "model's state dict, as safetensors if you can.",
+            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. Save the model's state "
+            "dict, as safetensors if you can.",
         )
     return content
 

@@ -72,8 +72,8 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
             "error",
             "hidden_act",
             f"{d.layer_place}hidden_act",
-            f"got {hidden_act!r}; expected 'silu', the only one that SGLang's Llama layers compute. Such a "
-            "draft cannot be served.",
+            f"got {hidden_act!r}; expected 'silu', the only one that SGLang's Llama layers compute. Such a draft "
+            "cannot be served.",
         )
     note_stock_fc(r, fc_in, hidden_size)
 
@@ -130,8 +130,8 @@ def _dtype(r: Reading) -> str | None:
             "error",
             "weight_dtype",
             f"{r.folder.path.name}",
-            f"got {shown(odd)}; expected floating point weights ({', '.join(FLOATS)}). Quantised drafts "
-            "cannot be read; use the unquantised checkpoint.",
+            f"got {shown(odd)}; expected floating point weights ({', '.join(FLOATS)}). Quantised drafts cannot be "
+            "read; use the unquantised checkpoint.",
         )
     for canonical in sorted(integers & set(r.by_canonical)):
         info = r.folder.tensors[r.by_canonical[canonical]]
@@ -141,8 +141,7 @@ def _dtype(r: Reading) -> str | None:
                 "error",
                 "weight_dtype",
                 f"{info.file}:{canonical}",
-                f"got {info.dtype}; expected integers{' or flags' * (canonical == 't2d')}. Export the map "
-                "again.",
+                f"got {info.dtype}; expected integers{' or flags' * (canonical == 't2d')}. Export the map again.",
             )
     said = r.layer.dtype or r.layer.torch_dtype
     r.origins["dtype"] = "config" if said else "weights"
@@ -226,8 +225,8 @@ def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple
             "error",
             "unconsumed_tensor",
             tensors[unconsumed[0]].file,
-            f"got {shown(unconsumed)}, which the draft as described has no place for; expected every tensor "
-            "to be used. Correct the config so that it describes them, or remove them.",
+            f"got {shown(unconsumed)}, which the draft as described has no place for; expected every tensor to be "
+            "used. Correct the config so that it describes them, or remove them.",
         )
     missing = tuple(name for name in expected if name not in r.by_canonical)
     # These have a message of their own that says more.
@@ -238,8 +237,8 @@ def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple
             "error",
             "missing_tensor",
             "weights",
-            f"the draft as described needs {shown(unexplained)}, got no such tensor; expected all of them. "
-            "Export the draft again, or correct the config.",
+            f"the draft as described needs {shown(unexplained)}, got no such tensor; expected all of them. Export the "
+            "draft again, or correct the config.",
         )
     sizes = {**expected, **({"t2d": (r.layer.vocab_size,)} if r.layer.vocab_size else {})}
     for canonical, shape in sizes.items():
@@ -249,7 +248,7 @@ def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple
                 "error",
                 "tensor_shape",
                 f"{tensors[stored].file}:{stored}",
-                f"got {list(tensors[stored].shape)}; expected {list(shape)} from the config. Correct the "
-                "sizes in the config, or export the draft again.",
+                f"got {list(tensors[stored].shape)}; expected {list(shape)} from the config. Correct the sizes in the "
+                "config, or export the draft again.",
             )
     return missing

@@ -218,8 +218,8 @@ def report_unread(folder: Folder, config: Mapping[str, Any], kind: type[msgspec.
             "info",
             "unread_keys",
             f"config.json:{prefix.rstrip('.') or '(top level)'}",
-            f"got {shown(unread, 12)}, which nothing reads; expected keys of this dialect. Check that none "
-            "of them changes what the draft computes.",
+            f"got {shown(unread, 12)}, which nothing reads; expected keys of this dialect. Check that none of them "
+            "changes what the draft computes.",
         )
     if config.get("quantization_config"):
         folder.add(
@@ -281,8 +281,8 @@ class Reading:
                     "error",
                     "tensor_twice",
                     f"{self.folder.tensors[name].file}:{name}",
-                    f"means the same as {self.by_canonical[canonical]}; expected each tensor once. Remove "
-                    "one of the two.",
+                    f"means the same as {self.by_canonical[canonical]}; expected each tensor once. Remove one of the "
+                    "two.",
                 )
                 continue
             self.weights[name] = canonical
@@ -294,10 +294,7 @@ class Reading:
             prefix = f"layers.{match[1]}."
             if match[2] == "hidden_norm.weight":
                 self._settle_later_norm(canonical, f"{prefix}input_layernorm.weight")
-            elif (
-                match[2] == "input_layernorm.weight"
-                and f"{prefix}hidden_norm.weight" not in self.weights.values()
-            ):
+            elif match[2] == "input_layernorm.weight" and f"{prefix}hidden_norm.weight" not in self.weights.values():
                 self.differences.append(f"stock does not apply input_layernorm in layer {match[1]}")
 
     def _settle_later_norm(self, hidden_norm: str, input_layernorm: str) -> None:
@@ -309,8 +306,8 @@ class Reading:
                 "warning",
                 "two_input_norms",
                 f"{self.folder.tensors[name].file}:{name}",
-                f"stands beside {other}, got two norms over one input; {name} was taken, as stock does, and "
-                "the other left out. Remove the tensor that training did not use.",
+                f"stands beside {other}, got two norms over one input; {name} was taken, as stock does, and the other "
+                "left out. Remove the tensor that training did not use.",
             )
             self.weights[other] = IGNORED + other
             self.by_canonical[IGNORED + other] = other
@@ -365,8 +362,7 @@ class Reading:
             "info",
             "tensor_left_out",
             f"{self.folder.tensors[name].file}:{name}",
-            "is stored, and eagle3_ext takes the target's in its place. Nothing to do if that is what was "
-            "trained.",
+            "is stored, and eagle3_ext takes the target's in its place. Nothing to do if that is what was trained.",
         )
         self.differences.append(f"stock loads {name}, which eagle3_ext leaves out")
 
@@ -375,4 +371,4 @@ class Reading:
         info = self.folder.tensors[name]
         if info.shape != (expected,) or info.dtype not in (*INTEGERS, "BOOL"):
             return None
-        return [int(value) for value in self.folder.values(name).tolist()]
+        return self.folder.integers(name)

@@ -39,9 +39,7 @@ def read_rope(r: Reading) -> Rope:
         scaling = _scaling(r, r.ext.rope_scaling, "config.json:eagle3_ext.rope_scaling")
         r.origins["rope_scaling"] = declared.origins["rope_scaling"]
     if (theta, scaling) != (stored.theta, stored.scaling):
-        r.differences.append(
-            f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling"
-        )
+        r.differences.append(f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling")
     return Rope(theta, scaling, stored.partial_rotary_factor)
 
 
@@ -69,8 +67,7 @@ def _stored_rope(r: Reading) -> Rope:
             "warning",
             "rope_clash",
             f"{place}rope_parameters",
-            f"got {new} beside rope_scaling {old}; expected both to agree. The first was taken, as stock "
-            "does. "
+            f"got {new} beside rope_scaling {old}; expected both to agree. The first was taken, as stock does. "
             'Settle it with "eagle3_ext": {"rope_scaling": ...}.',
         )
     inner = [
@@ -84,8 +81,7 @@ def _stored_rope(r: Reading) -> Rope:
             "warning",
             "rope_clash",
             f"{place}rope_theta",
-            f"got {', '.join(f'{t:g}' for t in thetas)} at different places; expected one. {thetas[0]:g} "
-            "was taken. "
+            f"got {', '.join(f'{t:g}' for t in thetas)} at different places; expected one. {thetas[0]:g} was taken. "
             'Settle it with "eagle3_ext": {"rope_theta": ...}.',
         )
     theta = float(r.default("rope_theta", thetas[0] if thetas else None))
@@ -94,9 +90,7 @@ def _stored_rope(r: Reading) -> Rope:
     if partial is None and new is not None and isinstance(new.get("partial_rotary_factor"), int | float):
         partial = float(new["partial_rotary_factor"])
         if partial != 1.0:
-            r.differences.append(
-                "stock turns whole heads, since partial_rotary_factor stands in rope_parameters"
-            )
+            r.differences.append("stock turns whole heads, since partial_rotary_factor stands in rope_parameters")
     return Rope(theta, scaling, 1.0 if partial is None else float(partial))
 
 
@@ -105,9 +99,7 @@ def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mappin
     if stored is None:
         return None
     scaling = {
-        key: value
-        for key, value in stored.items()
-        if key not in ("rope_theta", "partial_rotary_factor", "type")
+        key: value for key, value in stored.items() if key not in ("rope_theta", "partial_rotary_factor", "type")
     }
     kind = scaling.setdefault("rope_type", stored.get("type", "default"))
     if kind == "default" and set(scaling) == {"rope_type"}:
@@ -123,9 +115,7 @@ def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mappin
             '"eagle3_ext": {"rope_scaling": ...}.',
         )
     else:
-        absent = [
-            "/".join(keys) for keys in _ROPE_NEEDS[kind] if not any(scaling.get(k) is not None for k in keys)
-        ]
+        absent = ["/".join(keys) for keys in _ROPE_NEEDS[kind] if not any(scaling.get(k) is not None for k in keys)]
         if absent:
             r.folder.add(
                 "error",

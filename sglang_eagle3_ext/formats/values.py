@@ -44,8 +44,8 @@ def check_values(
                 Finding(
                     "error",
                     "not_finite",
-                    f"{folder}/{info.file}:{name}: got {odd} values that are NaN or infinite; expected "
-                    "numbers. Fetch or export the checkpoint again.",
+                    f"{folder}/{info.file}:{name}: got {odd} values that are NaN or infinite; expected numbers. Fetch "
+                    "or export the checkpoint again.",
                 )
             )
         if spec.embed == "own" and target is not None and spec.weights.get(name) == "embed_tokens.weight":
@@ -66,8 +66,8 @@ def _compare_embedding(name: str, own: Tensor, spec: DraftSpec, target: Path) ->
             Finding(
                 "info",
                 "embedding_not_compared",
-                f"{place}: got {got} in {target}; expected one of shape {list(own.shape)} to compare with. "
-                "The draft's own is used; nothing to do.",
+                f"{place}: got {got} in {target}; expected one of shape {list(own.shape)} to compare with. The "
+                "draft's own is used; nothing to do.",
             )
         ]
     _, theirs = next(load_tensors(target, {key: stored[key]}))
@@ -85,7 +85,7 @@ def _compare_embedding(name: str, own: Tensor, spec: DraftSpec, target: Path) ->
         Finding(
             "info",
             "embedding_is_own",
-            f"{place}: differs from the target's embedding in {rows} of {own.shape[0]} rows; the draft's "
-            "own is used. Nothing to do.",
+            f"{place}: differs from the target's embedding in {rows} of {own.shape[0]} rows; the draft's own is used. "
+            "Nothing to do.",
         )
     ]

@@ -32,16 +32,15 @@ def read_vocab(r: Reading, vocab_size: int) -> Vocab:
             "error",
             "vocab_map_missing",
             "config.json:eagle3_ext.vocab_map",
-            f"got {ext.vocab_map!r}, and the file has no d2t; expected the map that it speaks of. Remove "
-            "the key.",
+            f"got {ext.vocab_map!r}, and the file has no d2t; expected the map that it speaks of. Remove the key.",
         )
     elif draft != vocab_size and not has_map:
         r.folder.add(
             "error",
             "vocab_map_missing",
             "config.json:draft_vocab_size",
-            f"got {draft} of {vocab_size} and no d2t tensor, so that draft ids cannot be turned into target "
-            "ids; expected d2t. Export the draft again with its vocabulary map.",
+            f"got {draft} of {vocab_size} and no d2t tensor, so that draft ids cannot be turned into target ids; "
+            "expected d2t. Export the draft again with its vocabulary map.",
         )
     if draft > vocab_size:
         r.folder.add(
@@ -94,8 +93,7 @@ def read_lm_head(
             "warning",
             "tied_with_head",
             f"{r.dialect.layer_place}tie_word_embeddings",
-            "got true beside a stored lm_head.weight; expected false. The stored head is used; correct the "
-            "key.",
+            "got true beside a stored lm_head.weight; expected false. The stored head is used; correct the key.",
         )
         r.differences.append("stock ties the head to the embedding and drops the stored one")
     if value == "target" and not full:
@@ -103,31 +101,27 @@ def read_lm_head(
             "error",
             "head_missing",
             "config.json:draft_vocab_size",
-            f"got {vocab.draft} of {vocab.target} without a head of the draft's own; expected "
-            f"lm_head.weight of {vocab.draft} rows, which the target's head cannot stand in for. Export the "
-            "draft again with its head.",
+            f"got {vocab.draft} of {vocab.target} without a head of the draft's own; expected lm_head.weight of "
+            f"{vocab.draft} rows, which the target's head cannot stand in for. Export the draft again with its head.",
         )
     elif value == "target" and target_hidden_size != hidden_size:
         r.folder.add(
             "error",
             "head_missing",
             "config.json:target_hidden_size",
-            f"got {target_hidden_size} for a draft of width {hidden_size} without a head of its own; "
-            "expected lm_head.weight, since the target's has another width. Export the draft again with its "
-            "head.",
+            f"got {target_hidden_size} for a draft of width {hidden_size} without a head of its own; expected "
+            "lm_head.weight, since the target's has another width. Export the draft again with its head.",
         )
     elif value == "target" and not has:
         r.folder.add(
             "info",
             "head_from_target",
             "config.json:draft_vocab_size",
-            f"covers the whole vocabulary ({vocab.target}) and the file has no lm_head.weight; the target's "
-            "head is used. Nothing to do if the draft was trained so.",
+            f"covers the whole vocabulary ({vocab.target}) and the file has no lm_head.weight; the target's head is "
+            "used. Nothing to do if the draft was trained so.",
         )
     if value == "target" and r.dialect.draft_vocab_size is not None:
-        r.differences.append(
-            "stock leaves the head random, since draft_vocab_size is given and no head stored"
-        )
+        r.differences.append("stock leaves the head random, since draft_vocab_size is given and no head stored")
     return value
 
 
@@ -158,8 +152,7 @@ def check_map_values(r: Reading, vocab: Vocab) -> None:
             "error",
             code,
             f"{r.folder.tensors[name].file}:{name}",
-            f"read as {vocab.map}, {text}; expected every draft token to be another token of the target. "
-            f"{advice}",
+            f"read as {vocab.map}, {text}; expected every draft token to be another token of the target. {advice}",
         )
     elif vocab.draft == vocab.target and targets == list(range(vocab.target)):
         r.folder.add(
