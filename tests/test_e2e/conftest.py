@@ -6,10 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -90,56 +90,65 @@ def prompts(target: Path) -> list[list[int]]:
     return [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One way to serve: the draft (none: no speculation), its flags, and how much is asked."""
+
+    draft: str | None
+    flags: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = servers.LAUNCH
+    tokens: int = TOKENS
+    prompts: int = 8
+
+
 @dataclass
 class Recorder:
-    """Runs a server over all prompts once and remembers what it answered and what it logged."""
+    """Runs each kind of server once, when a test first asks for it, and remembers its answers and its log."""
 
     prompts: Sequence[Sequence[int]]
     folder: Path
+    target: Path
+    drafts: Mapping[str, Path]
     done: dict[str, list[servers.Answer]] = field(default_factory=dict)
 
+    KINDS: ClassVar[Mapping[str, Kind]] = {
+        "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24),
+        "chain": Kind("demo", servers.CHAIN, prompts=24),
+        "tree": Kind("demo", servers.TREE, prompts=24),
+        "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
+        "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
+        "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
+        "plugin_on_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT_KERNELS": "off"}),
+        "plugin_off_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT": "off"}),
+        "misread": Kind("demo", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
+    }
+
     def log(self, name: str) -> str:
+        """Return what a server of this kind logged."""
+        self(name)
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def run(self, name: str, words: Sequence[str], tokens: int = TOKENS, **options: object) -> list[servers.Answer]:
+    def __call__(self, name: str) -> list[servers.Answer]:
+        """Return a server's greedy answers in float32, prompt by prompt."""
         if name not in self.done:
-            with servers.serve(self.folder / f"{name}.log", words, **options) as server:  # type: ignore[arg-type]
-                self.done[name] = [server.complete(p, tokens, ignore_eos=True) for p in self.prompts]
+            kind = self.KINDS[name]
+            words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
+            with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
+                self.done[name] = [
+                    server.complete(p, kind.tokens, ignore_eos=True) for p in self.prompts[: kind.prompts]
+                ]
         return self.done[name]
 
 
 @pytest.fixture(scope="session")
-def recorder(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    return Recorder(prompts, tmp_path_factory.mktemp("servers"))
-
-
-@pytest.fixture(scope="session")
 def answers(
-    recorder: Recorder, target: Path, draft: Path, permuted_draft: Path, stock_draft: Path
-) -> Callable[[str], list[servers.Answer]]:
-    """Every server's answers in float32; two servers run at a time, one thread each."""
-    plain = servers.arguments(target, None)
-    off = {"EAGLE3_EXT_KERNELS": "off"}
-    runs: list[Callable[[], object]] = [
-        lambda: recorder.run("baseline", plain, tokens=TOKENS + LOOKAHEAD),
-        lambda: recorder.run("chain", servers.arguments(target, draft, *servers.CHAIN)),
-        lambda: recorder.run("tree", servers.arguments(target, draft, *servers.TREE)),
-        lambda: recorder.run(
-            "permuted", servers.arguments(target, permuted_draft, *servers.CHAIN), command=servers.SERVE
-        ),
-        lambda: recorder.run("plugin_on", servers.arguments(target, stock_draft, *servers.CHAIN), env=off),
-        lambda: recorder.run(
-            "plugin_off", servers.arguments(target, stock_draft, *servers.CHAIN), env={"EAGLE3_EXT": "off"}
-        ),
-        lambda: recorder.run("plugin_on_tree", servers.arguments(target, stock_draft, *servers.TREE), env=off),
-        lambda: recorder.run(
-            "plugin_off_tree",
-            servers.arguments(target, stock_draft, *servers.TREE),
-            env={"EAGLE3_EXT": "off"},
-        ),
-        lambda: recorder.run("misread", servers.arguments(target, draft, *servers.CHAIN), env={"EAGLE3_EXT": "off"}),
-    ]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        for future in [pool.submit(r) for r in runs]:
-            future.result()
-    return recorder.done.__getitem__
+    prompts: list[list[int]],
+    target: Path,
+    draft: Path,
+    permuted_draft: Path,
+    stock_draft: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Recorder:
+    drafts = {"demo": draft, "permuted": permuted_draft, "stock": stock_draft}
+    return Recorder(prompts, tmp_path_factory.mktemp("servers"), target, drafts)

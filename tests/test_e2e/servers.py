@@ -54,7 +54,7 @@ class Server:
     log: Path
     process: subprocess.Popen[bytes]
 
-    def post(self, path: str, body: Mapping[str, object], timeout: float = 300.0) -> dict[str, object]:
+    def post(self, path: str, body: Mapping[str, object], timeout: float = 600.0) -> dict[str, object]:
         request = urllib.request.Request(
             f"{self.url}{path}",
             data=json.dumps(body).encode(),
@@ -124,7 +124,7 @@ def serve(
     *,
     command: Sequence[str] = LAUNCH,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
+    timeout: float = 600.0,
 ) -> Iterator[Server]:
     """Run a server for the length of a ``with`` block; its whole process group ends with it."""
     port = free_port()
@@ -154,7 +154,7 @@ def run_to_exit(
     command: Sequence[str] = LAUNCH,
     env: Mapping[str, str] | None = None,
     cwd: Path,
-    timeout: float = 180.0,
+    timeout: float = 600.0,
 ) -> tuple[int, str, str]:
     """Run a server that must refuse to start; return (exit code, stdout, stderr)."""
     process = subprocess.Popen(

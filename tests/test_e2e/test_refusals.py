@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import servers
 import torch
-from conftest import TOKENS, variant
+from conftest import TOKENS, Recorder, variant
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.e2e
-
-Answers = Callable[[str], list[servers.Answer]]
 
 # Put on PYTHONPATH, this makes the contract ask SGLang for a symbol that it lacks, as a later release might.
 BROKEN = """
@@ -77,7 +74,7 @@ def test_broken_contract_refuses_a_draft_that_declares_its_assembly(
 
 
 def test_broken_contract_leaves_other_drafts_to_stock(
-    answers: Answers,
+    answers: Recorder,
     prompts: list[list[int]],
     target: Path,
     stock_draft: Path,
@@ -95,7 +92,7 @@ def test_broken_contract_leaves_other_drafts_to_stock(
 
 
 def test_eagle1_draft_runs_stocks_class(
-    answers: Answers, prompts: list[list[int]], target: Path, tmp_path: Path
+    answers: Recorder, prompts: list[list[int]], target: Path, tmp_path: Path
 ) -> None:
     width, inner = 576, 1536
     config = json.loads((target / "config.json").read_text())

