@@ -156,7 +156,7 @@ def _progress(names: Iterable[str]) -> Iterable[str]:
     if not sys.stderr.isatty():
         return names
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return names
     bar: Iterable[str] = tqdm(names, desc="values", unit="tensor", leave=False)

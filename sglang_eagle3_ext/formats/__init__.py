@@ -126,7 +126,7 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
         (config[k] for k in ("text_config", "llm_config", "language_config") if isinstance(config.get(k), dict)),
         {},
     )
-    sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json")
+    sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json", "target_unreadable")
     architectures = config.get("architectures") or inner.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise fatal(

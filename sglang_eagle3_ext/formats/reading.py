@@ -119,8 +119,14 @@ class Dialect:
     stock: StockView
 
 
-def convert(value: object, kind: type[msgspec.Struct], place: str) -> Any:
+def convert(value: object, kind: type[msgspec.Struct], place: str, code: str = "config_type") -> Any:
     """Read an object of a config into a struct; keys that the struct lacks are left alone.
+
+    Args:
+        value: the object.
+        kind: the struct.
+        place: ``<file>`` or ``<file>:<key>``, for messages.
+        code: of the finding where a value has the wrong type.
 
     Raises:
         CheckpointError: a value has the wrong type.
@@ -129,83 +135,28 @@ def convert(value: object, kind: type[msgspec.Struct], place: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise fatal(
-            "config_type",
+            code,
             f"{place}: {error}; expected the type that Hugging Face's configs use. Correct the value.",
         ) from error
 
 
-_INERT_KEYS = frozenset(
-    [
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "add_cross_attention",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "eagle3_ext",
-        "embed_requires_grad",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "has_no_defaults_at_init",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "next_layer_regular",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "pad_token_id",
-        "parallel_draft_heads_num_layers",
-        "parallel_draft_step",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "pruned_heads",
-        "quantization_config",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "speculators_version",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "use_bfloat16",
-        "use_cache",
-        "use_input_layernorm_in_first_layer",
-    ]
-)
+# fmt: off
+_INERT_KEYS = frozenset((
+    "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
+    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "eagle3_ext",
+    "early_stopping", "embed_requires_grad", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "has_no_defaults_at_init", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+    "length_penalty", "max_length", "min_length", "next_layer_regular", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+    "parallel_draft_heads_num_layers", "parallel_draft_step", "prefix", "pretraining_tp", "problem_type",
+    "pruned_heads", "quantization_config", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "speculators_version", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript",
+    "transformers_version", "typical_p", "use_bfloat16", "use_cache", "use_input_layernorm_in_first_layer",
+))
+# fmt: on
 """Keys that transformers writes into every config, that say nothing about the draft's computation, or that
 are looked at elsewhere."""
 
