@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import servers
+from recorder import Recorder, variant
 
 ROOT = Path(__file__).parents[2]
-TOKENS = 40
-LOOKAHEAD = 3
-"""Tokens that the run without speculation writes beyond an answer, so that the last verify step is known."""
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +21,7 @@ def target() -> Path:
     """The demo target, dequantised on first use."""
     folder = ROOT / ".demo" / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").is_file():
-        subprocess.run([sys.executable, str(ROOT / "benchmarks/demo/target.py")], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-m", "benchmarks.demo.target"], check=True, cwd=ROOT)
     return folder
 
 
@@ -38,21 +29,6 @@ def target() -> Path:
 def draft() -> Path:
     """The demo draft as committed: it declares its sources, stock reads nothing of them."""
     return ROOT / "benchmarks" / "demo" / "draft"
-
-
-def variant(source: Path, folder: Path, config: Mapping[str, object], order: Sequence[int] | None = None) -> Path:
-    """Copy a draft with other config keys (``None`` drops one) and, optionally, its fc blocks in another order."""
-    folder.mkdir()
-    merged = json.loads((source / "config.json").read_text()) | dict(config)
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in merged.items() if v is not None}, indent=1))
-    if order is None:
-        shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
-        return folder
-    tensors = load_file(source / "model.safetensors")
-    blocks = tensors["fc.weight"].chunk(len(order), dim=1)
-    tensors["fc.weight"] = torch.cat([blocks[i] for i in order], dim=1).contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -88,57 +64,6 @@ def prompts(target: Path) -> list[list[int]]:
         for question in questions
     ]
     return [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One way to serve: the draft (none: no speculation), its flags, and how much is asked."""
-
-    draft: str | None
-    flags: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    command: tuple[str, ...] = servers.LAUNCH
-    tokens: int = TOKENS
-    prompts: int = 8
-
-
-@dataclass
-class Recorder:
-    """Runs each kind of server once, when a test first asks for it, and remembers its answers and its log."""
-
-    prompts: Sequence[Sequence[int]]
-    folder: Path
-    target: Path
-    drafts: Mapping[str, Path]
-    done: dict[str, list[servers.Answer]] = field(default_factory=dict)
-
-    KINDS: ClassVar[Mapping[str, Kind]] = {
-        "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24),
-        "chain": Kind("demo", servers.CHAIN, prompts=24),
-        "tree": Kind("demo", servers.TREE, prompts=24),
-        "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
-        "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
-        "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
-        "plugin_on_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT_KERNELS": "off"}),
-        "plugin_off_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT": "off"}),
-        "misread": Kind("demo", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
-    }
-
-    def log(self, name: str) -> str:
-        """Return what a server of this kind logged."""
-        self(name)
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def __call__(self, name: str) -> list[servers.Answer]:
-        """Return a server's greedy answers in float32, prompt by prompt."""
-        if name not in self.done:
-            kind = self.KINDS[name]
-            words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
-            with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
-                self.done[name] = [
-                    server.complete(p, kind.tokens, ignore_eos=True) for p in self.prompts[: kind.prompts]
-                ]
-        return self.done[name]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import servers
 import torch
-from conftest import TOKENS, Recorder, variant
+from recorder import TOKENS, Recorder, variant
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.e2e

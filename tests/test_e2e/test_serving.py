@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TOKENS, Recorder
+from recorder import TOKENS, Recorder
 from servers import Answer
 
 pytestmark = pytest.mark.e2e

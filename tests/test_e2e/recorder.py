@@ -1,0 +1,84 @@
+"""Variants of the demo draft, and servers whose answers are asked for once and remembered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import servers
+import torch
+from safetensors.torch import load_file, save_file
+
+TOKENS = 40
+LOOKAHEAD = 3
+"""Tokens that the run without speculation writes beyond an answer, so that the last verify step is known."""
+
+
+def variant(source: Path, folder: Path, config: Mapping[str, object], order: Sequence[int] | None = None) -> Path:
+    """Copy a draft with other config keys (``None`` drops one) and, optionally, its fc blocks in another order."""
+    folder.mkdir()
+    merged = json.loads((source / "config.json").read_text()) | dict(config)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in merged.items() if v is not None}, indent=1))
+    if order is None:
+        shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
+        return folder
+    tensors = load_file(source / "model.safetensors")
+    blocks = tensors["fc.weight"].chunk(len(order), dim=1)
+    tensors["fc.weight"] = torch.cat([blocks[i] for i in order], dim=1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to serve: the draft (none: no speculation), its flags, and how much is asked."""
+
+    draft: str | None
+    flags: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = servers.LAUNCH
+    tokens: int = TOKENS
+    prompts: int = 8
+
+
+@dataclass
+class Recorder:
+    """Runs each kind of server once, when a test first asks for it, and remembers its answers and its log."""
+
+    prompts: Sequence[Sequence[int]]
+    folder: Path
+    target: Path
+    drafts: Mapping[str, Path]
+    done: dict[str, list[servers.Answer]] = field(default_factory=dict)
+
+    KINDS: ClassVar[Mapping[str, Kind]] = {
+        "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24),
+        "chain": Kind("demo", servers.CHAIN, prompts=24),
+        "tree": Kind("demo", servers.TREE, prompts=24),
+        "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
+        "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
+        "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
+        "plugin_on_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT_KERNELS": "off"}),
+        "plugin_off_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT": "off"}),
+        "misread": Kind("demo", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
+    }
+
+    def log(self, name: str) -> str:
+        """Return what a server of this kind logged."""
+        self(name)
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def __call__(self, name: str) -> list[servers.Answer]:
+        """Return a server's greedy answers in float32, prompt by prompt."""
+        if name not in self.done:
+            kind = self.KINDS[name]
+            words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
+            with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
+                self.done[name] = [
+                    server.complete(p, kind.tokens, ignore_eos=True) for p in self.prompts[: kind.prompts]
+                ]
+        return self.done[name]
