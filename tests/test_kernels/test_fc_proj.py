@@ -53,9 +53,7 @@ def make_inputs(case: Case, norm: str, dtype: torch.dtype, seed: int = 0) -> Inp
     weight = draw(case.out, case.sources * case.width, scale=(case.sources * case.width) ** -0.5)
     shapes = {"none": None, "per_source": (case.sources, case.width), "concatenation": (weight.shape[1],)}
     shape = shapes[norm]
-    return Inputs(
-        sources, weight, None if shape is None else draw(*shape, scale=0.3, shift=1.0), draw(case.out)
-    )
+    return Inputs(sources, weight, None if shape is None else draw(*shape, scale=0.3, shift=1.0), draw(case.out))
 
 
 def eager(inputs: Inputs, norm: str) -> torch.Tensor:
