@@ -12,9 +12,7 @@ def describe(t: torch.Tensor | None) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def devices_that_differ(
-    device: torch.device, tensors: dict[str, torch.Tensor | None], owner: str
-) -> list[str]:
+def devices_that_differ(device: torch.device, tensors: dict[str, torch.Tensor | None], owner: str) -> list[str]:
     """List one problem for each tensor that does not live where ``owner`` lives."""
     return [
         f"{name}: got a tensor on {t.device}; expected {device}, where {owner} is. Move it there."
@@ -29,7 +27,6 @@ def store(result: torch.Tensor, buffer: torch.Tensor | None, name: str) -> torch
         return result
     if (buffer.shape, buffer.dtype, buffer.device) != (result.shape, result.dtype, result.device):
         raise ValueError(
-            f"{name}: got {describe(buffer)}; expected {describe(result)}."
-            " Allocate it for these rows, or leave it out."
+            f"{name}: got {describe(buffer)}; expected {describe(result)}. Allocate it for these rows, or leave it out."
         )
     return buffer.copy_(result)

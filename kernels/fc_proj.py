@@ -85,9 +85,7 @@ def _validate(
     """Check every argument against the docstring of the public function and return K."""
     problems: list[str] = []
     if not sources:
-        raise ValueError(
-            "x: got an empty sequence; expected at least one source [T, M]. Pass the captured states."
-        )
+        raise ValueError("x: got an empty sequence; expected at least one source [T, M]. Pass the captured states.")
     first = sources[0]
     for i, s in enumerate(sources):
         name = "x" if packed else f"x[{i}]"
@@ -97,16 +95,12 @@ def _validate(
             problems.append(f"{name}: got {describe(s)}; expected what x[0] is, {describe(first)}.")
     k = num_sources if packed else len(sources)
     if k < 1 or (not packed and num_sources not in (1, k)):
-        problems.append(
-            f"num_sources: got {num_sources}; expected {'at least 1' if packed else len(sources)}."
-        )
+        problems.append(f"num_sources: got {num_sources}; expected {'at least 1' if packed else len(sources)}.")
     if problems:
         raise ValueError("\n".join(problems))
     width = first.shape[1] * (1 if packed else k)
     if width % k:
-        problems.append(
-            f"x: got {width} columns for {k} sources; expected a multiple of {k}. Check num_sources."
-        )
+        problems.append(f"x: got {width} columns for {k} sources; expected a multiple of {k}. Check num_sources.")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != width:
         problems.append(
             f"weight: got {describe(weight)}; expected a floating point [E, {width}], the width of x."
@@ -118,9 +112,7 @@ def _validate(
         problems.append(f"norm: got {norm!r}; expected one of {', '.join(get_args(Norm))}.")
     elif norm == "none":
         if norm_weight is not None:
-            problems.append(
-                'norm_weight: got a tensor with norm="none"; expected none. Name the norm it belongs to.'
-            )
+            problems.append('norm_weight: got a tensor with norm="none"; expected none. Name the norm it belongs to.')
     else:
         shape = (k, width // k) if norm == "per_source" else (width,)
         if norm_weight is None or tuple(norm_weight.shape) != shape:

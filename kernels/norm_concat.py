@@ -52,9 +52,8 @@ def norm_concat_torch(
         ValueError: a shape, dtype or device differs from the above; names the argument.
     """
     _validate(hidden, tokens_or_embeds, embed_weight, embed_norm_weight, hidden_norm_weight, residual)
-    if embed_weight is None:
-        embeds = tokens_or_embeds
-    else:
+    embeds = tokens_or_embeds
+    if embed_weight is not None:
         embeds = torch.nn.functional.embedding(tokens_or_embeds, embed_weight)
     acc = accumulation_dtype(hidden, embeds)
     normed = rms_norm_torch(hidden, hidden_norm_weight, eps=eps, acc=acc).to(hidden.dtype)
@@ -73,9 +72,7 @@ def _validate(
 ) -> None:
     """Check every argument against the docstring of the public function."""
     if hidden.dim() != 2 or not hidden.is_floating_point():
-        raise ValueError(
-            f"hidden: got {describe(hidden)}; expected a floating point [T, E]. Pass one row per token."
-        )
+        raise ValueError(f"hidden: got {describe(hidden)}; expected a floating point [T, E]. Pass one row per token.")
     problems: list[str] = []
     rows, width = hidden.shape
     if tokens_or_embeds.is_floating_point():
@@ -85,9 +82,7 @@ def _validate(
                 f" expected [{rows}, {width}] embeddings, the shape of hidden."
             )
         if embed_weight is not None:
-            problems.append(
-                "embed_weight: got a table beside embeddings; expected it with token ids only. Pass one."
-            )
+            problems.append("embed_weight: got a table beside embeddings; expected it with token ids only. Pass one.")
     else:
         is_ids = tokens_or_embeds.dtype in (torch.int32, torch.int64)
         if tuple(tokens_or_embeds.shape) != (rows,) or not is_ids:
@@ -95,9 +90,7 @@ def _validate(
                 f"tokens_or_embeds: got {describe(tokens_or_embeds)}; expected [{rows}] int32 or int64 ids."
             )
         if embed_weight is None or embed_weight.dim() != 2 or embed_weight.shape[1] != width:
-            problems.append(
-                f"embed_weight: got {describe(embed_weight)}; expected [V, {width}], the width of hidden."
-            )
+            problems.append(f"embed_weight: got {describe(embed_weight)}; expected [V, {width}], the width of hidden.")
     for name, t in (("embed_norm_weight", embed_norm_weight), ("hidden_norm_weight", hidden_norm_weight)):
         if tuple(t.shape) != (width,):
             problems.append(f"{name}: got {describe(t)}; expected [{width}], the width of hidden.")
