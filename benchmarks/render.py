@@ -52,7 +52,7 @@ def cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{run['tok_s'] / base:.2f}x",
                 "-" if length is None else f"{length:.2f}",
                 f"{100 * run['identical']:.0f} %",
-                f"{ties} of {differing}" if differing else "-",
+                f"{ties} of {differing} differing" if differing else "-",
             )
         )
     return rows
@@ -102,6 +102,7 @@ def picture(result: dict[str, Any], path: Path) -> bool:
     above = [max(run["tok_s_rounds"]) - run["tok_s"] for run in runs]
     bars = axes.barh([LABELS.get(run["name"], run["name"]) for run in runs], speed, xerr=[below, above], capsize=3)
     lengths = [run["spec_accept_length"] for run in runs]
+    axes.bar_label(bars, [f"{x:.1f}" for x in speed], padding=8)
     axes.bar_label(bars, [f"accept length {x:.2f}" if x else "" for x in lengths], label_type="center", color="white")
     axes.invert_yaxis()
     axes.set_xlabel(f"tok/s, median of {len(runs[0]['tok_s_rounds'])} rounds (bar: slowest and fastest round)")

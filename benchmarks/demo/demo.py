@@ -131,9 +131,7 @@ def find_disagreements(answers: Mapping[str, Sequence[measure.Answer]]) -> list[
 def machine_facts() -> dict[str, Any]:
     """Describe the machine, without its name."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    models = [
-        line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")
-    ]
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -156,9 +154,7 @@ def verdict(result: Mapping[str, Any]) -> str:
 
     def part(name: str) -> str:
         run = runs[name]
-        return (
-            f"{run['tok_s'] / base:.2f}x the speed ({run['spec_accept_length']:.2f} tokens per verify step)"
-        )
+        return f"{run['tok_s'] / base:.2f}x the speed ({run['spec_accept_length']:.2f} tokens per verify step)"
 
     return (
         f"Against no speculation, the draft as it was trained gives {part('ours')}; read by stock's rules, "
@@ -190,9 +186,7 @@ def run(options: argparse.Namespace) -> int:
     servers = make_servers(target, DRAFT, options.threads)
     ours = servers[-1]
 
-    print(
-        f"Target {os.path.relpath(target)}, draft {os.path.relpath(DRAFT)}, logs {os.path.relpath(OUT)}/*.log"
-    )
+    print(f"Target {os.path.relpath(target)}, draft {os.path.relpath(DRAFT)}, logs {os.path.relpath(OUT)}/*.log")
     with running(servers):
         answers = measure.measure(
             servers, questions, options.rounds, options.tokens, warmup=evaluation["seen"][0]["prompt"]
@@ -239,9 +233,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"(This very command was answered just now: {curl_answer[:70]!r}...)")
     drawn = render.picture(result, OUT / "demo.png")
-    print(
-        f"\nAll figures: {os.path.relpath(OUT / 'demo.json')}" + (" and demo.png beside it" if drawn else "")
-    )
+    print(f"\nAll figures: {os.path.relpath(OUT / 'demo.json')}" + (" and demo.png beside it" if drawn else ""))
     return int(not all(item.is_near_tie for item in differences))
 
 

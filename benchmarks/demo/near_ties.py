@@ -58,26 +58,30 @@ def judge(target: Path, disagreements: Sequence[Disagreement]) -> list[Differenc
         return []
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     models = [
-        AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
-        for dtype in (torch.float32, torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval() for dtype in (torch.float32, torch.bfloat16)
     ]
-    found = []
-    with progress(len(disagreements), "asking the target in float32") as bar:
-        for item in disagreements:
-            ids = torch.tensor([item.prefix])
+    found: list[Difference] = []
+    prefixes = sorted({item.prefix for item in disagreements})
+    with progress(len(prefixes), "asking the target in float32") as bar:
+        for prefix in prefixes:
+            ids = torch.tensor([prefix])
             with torch.inference_mode():
                 exact, rounded = (model(input_ids=ids).logits[0, -1].float() for model in models)
-            likeliest = exact.topk(TOP).indices
-            found.append(
+            rounding = float((exact - rounded)[exact.topk(TOP).indices].abs().max())
+            found += [
                 Difference(
                     name=item.name,
                     question=item.question,
                     position=item.position,
                     gap=abs(float(exact[item.expected] - exact[item.got])),
-                    rounding=float((exact - rounded)[likeliest].abs().max()),
+                    rounding=rounding,
                 )
-            )
+                for item in disagreements
+                if item.prefix == prefix
+            ]
             bar.update()
-    return found
+    return sorted(found, key=lambda item: (item.name, item.question, item.position))

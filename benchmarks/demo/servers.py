@@ -135,7 +135,12 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
 
 def progress(total: int, what: str) -> tqdm[Any]:
     """Return a progress bar that moves on a terminal and prints a line now and then elsewhere."""
-    return tqdm(total=total, desc=what, mininterval=0.5 if sys.stderr.isatty() else 20.0)
+    return tqdm(
+        total=total,
+        desc=what,
+        bar_format="{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}",
+        mininterval=0.5 if sys.stderr.isatty() else 20.0,
+    )
 
 
 def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:

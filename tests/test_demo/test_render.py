@@ -45,7 +45,7 @@ def test_every_figure_is_in_its_row(result: dict[str, Any]):
     lines = render.figures(result).splitlines()
     ours = next(line for line in lines if line.startswith("| " + render.LABELS["ours"]))
     cells = [cell.strip() for cell in ours.strip("|").split("|")]
-    assert cells[1:] == ["13.00", "12.50 to 14.75", "1.30x", "1.88", "80 %", "2 of 2"]
+    assert cells[1:] == ["13.00", "12.50 to 14.75", "1.30x", "1.88", "80 %", "2 of 2 differing"]
     assert "A CPU, 7 cores" in lines[-1]
     assert "11 questions" in lines[-1]
 
