@@ -20,6 +20,7 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -88,18 +89,35 @@ class HalfWeight(PackedWeight):
     def __init__(self, weight: torch.Tensor, exponent: int) -> None:
         scaled = weight.detach().float() * 2.0**exponent
         self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+        self._multiply = _half_multiply()
         self._outputs = weight.shape[0]
         self._unscale = 2.0**-exponent
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not x.shape[0]:
             return x.new_zeros(0, self._outputs)
-        y = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
+        y = self._multiply(x.float(), self._packed)
         if self._unscale != 1.0:
             y.mul_(self._unscale)
         if bias is not None:
             y.add_(bias)
         return y.to(x.dtype)
+
+
+@functools.cache
+def _half_multiply() -> Callable[[torch.Tensor, object], torch.Tensor]:
+    """Return the float16-weight product, compiled as a script.
+
+    Called from Python, an operator that takes a packed-weight object resolves its overload by trial at
+    every call, which takes longer than the product itself; a script resolves it once.
+    """
+    unit = torch.jit.CompilationUnit(
+        """
+def multiply(x: Tensor, packed: __torch__.torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16(x, packed)
+"""
+    )
+    return unit.multiply
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:

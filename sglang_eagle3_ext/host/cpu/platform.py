@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host.cpu import BACKEND
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from sglang.srt.platforms.interface import KVPoolKind
 
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
 
@@ -121,12 +122,12 @@ def unsupported_settings(server_args: Any) -> list[str]:
 
 
 def _compile_nothing_unless_asked() -> None:
-    """Turn ``torch.compile`` off, unless ``TORCH_COMPILE_DISABLE`` says otherwise.
+    """Turn ``torch.compile`` off, unless ``TORCHDYNAMO_DISABLE`` says otherwise.
 
     SGLang decorates a few small functions with it; on a CPU each would call a C++ compiler in the
     middle of the first request that needs it, and fail where there is none.
     """
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    config = sys.modules.get("torch._dynamo.config")
-    if config is not None:  # imported before: the variable was read already
-        config.disable = os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
+        config = sys.modules.get("torch._dynamo.config")
+        if config is not None:  # for functions that were decorated before
+            config.disable = True

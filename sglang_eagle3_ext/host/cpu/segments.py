@@ -9,7 +9,7 @@ segment, Q draft tokens per request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -171,7 +171,7 @@ def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    segments: Iterable[Segment],
+    segments: Sequence[Segment],
     scale: float,
 ) -> torch.Tensor:
     """Run softmax attention for every segment.
@@ -189,27 +189,29 @@ def attend(
     Returns:
         [T, HQ * DV].
     """
-    total, query_heads, head_size = query.shape
+    rows = query.shape[0]
+    if len(segments) == 1 and segments[0].rows == slice(0, rows):
+        return _attend_segment(query, keys, values, segments[0], scale)
+    out = query.new_zeros(rows, query.shape[1] * values.shape[2])
+    for segment in segments:
+        out[segment.rows] = _attend_segment(query[segment.rows], keys, values, segment, scale)
+    return out
+
+
+def _attend_segment(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
+) -> torch.Tensor:
+    """Attend the rows of one segment, [n, HQ, D] to [n, HQ * DV]."""
+    rows, query_heads, head_size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads
-    query = query.view(total, heads, group, head_size)
-    parts = []
-    done = 0
-    for rows, slots, mask in segments:
-        if rows.start > done:
-            parts.append(query.new_zeros(rows.start - done, query_heads * values.shape[2]))
-        done = rows.stop
-        count = rows.stop - rows.start
-        # The query heads that share a key head become rows: the pool is read once, nothing is repeated.
-        grouped = query[rows].permute(1, 2, 0, 3).reshape(1, heads, group * count, head_size)
-        mixed = F.scaled_dot_product_attention(
-            grouped,
-            keys[slots].transpose(0, 1).unsqueeze(0),
-            values[slots].transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            scale=scale,
-        )
-        parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
-    if done < total:
-        parts.append(query.new_zeros(total - done, query_heads * values.shape[2]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    # The query heads that share a key head become rows: the pool is read once, nothing is repeated.
+    grouped = query.view(rows, heads, group, head_size).permute(1, 2, 0, 3)
+    mixed = F.scaled_dot_product_attention(
+        grouped.reshape(1, heads, group * rows, head_size),
+        keys[segment.slots].transpose(0, 1).unsqueeze(0),
+        values[segment.slots].transpose(0, 1).unsqueeze(0),
+        attn_mask=segment.mask,
+        scale=scale,
+    )
+    return mixed.view(heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, -1)
