@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder, variant
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_switches_of_the_caller() -> None:
+    """Keep the caller's own switches out of every server."""
+    for name in [n for n in os.environ if n.startswith(("EAGLE3_EXT", "SGLANG_"))]:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,5 @@ class Recorder:
             kind = self.KINDS[name]
             words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
             with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
-                self.done[name] = [
-                    server.complete(p, kind.tokens, ignore_eos=True) for p in self.prompts[: kind.prompts]
-                ]
+                self.done[name] = [servers.complete(server, p, kind.tokens) for p in self.prompts[: kind.prompts]]
         return self.done[name]

@@ -45,9 +45,7 @@ def test_refuses_a_source_beyond_the_target(
     target: Path, draft: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     wrong = variant(draft, tmp_path / "wrong", {"eagle3_ext": {"sources": ["embed", "layer3", "layer31"]}})
-    code, _, error = servers.run_to_exit(
-        servers.arguments(target, wrong, *servers.CHAIN), command=command, cwd=tmp_path
-    )
+    code, error = servers.run_to_exit(servers.arguments(target, wrong, *servers.CHAIN), command=command, cwd=tmp_path)
     assert code == 1
     assert len(lines_of(error)) == 1
     assert "layer31" in lines_of(error)[0]
@@ -57,7 +55,7 @@ def test_refuses_a_source_beyond_the_target(
 
 def test_refuses_another_algorithm(target: Path, draft: Path, tmp_path: Path) -> None:
     words = ["EAGLE" if w == "EAGLE3" else w for w in servers.arguments(target, draft, *servers.CHAIN)]
-    code, _, error = servers.run_to_exit(words, cwd=tmp_path)
+    code, error = servers.run_to_exit(words, cwd=tmp_path)
     assert code == 1
     assert "--speculative-algorithm EAGLE3" in lines_of(error)[0]
     assert "Traceback" not in error
@@ -66,7 +64,7 @@ def test_refuses_another_algorithm(target: Path, draft: Path, tmp_path: Path) ->
 def test_broken_contract_refuses_a_draft_that_declares_its_assembly(
     target: Path, draft: Path, tmp_path: Path, broken: dict[str, str]
 ) -> None:
-    code, _, error = servers.run_to_exit(servers.arguments(target, draft, *servers.CHAIN), env=broken, cwd=tmp_path)
+    code, error = servers.run_to_exit(servers.arguments(target, draft, *servers.CHAIN), env=broken, cwd=tmp_path)
     assert code == 1
     assert "sglang.srt.server_args.gone" in lines_of(error)[-1]
     assert "sglang-eagle3 doctor" in lines_of(error)[-1]
@@ -83,7 +81,7 @@ def test_broken_contract_leaves_other_drafts_to_stock(
 ) -> None:
     log = tmp_path / "fallback.log"
     with servers.serve(log, servers.arguments(target, stock_draft, *servers.CHAIN), env=broken) as server:
-        got = [server.complete(p, TOKENS, ignore_eos=True) for p in prompts[:4]]
+        got = [servers.complete(server, p, TOKENS) for p in prompts[:4]]
     assert got == answers("plugin_off")[:4]
     errors = [x for x in log.read_text().splitlines() if "sglang-eagle3-ext is not active" in x]
     assert errors
@@ -120,7 +118,7 @@ def test_eagle1_draft_runs_stocks_class(
     words = ["EAGLE" if w == "EAGLE3" else w for w in servers.arguments(target, draft, *servers.CHAIN)]
     log = tmp_path / "eagle1.log"
     with servers.serve(log, words) as server:
-        got = [server.complete(p, TOKENS, ignore_eos=True) for p in prompts[:3]]
+        got = [servers.complete(server, p, TOKENS) for p in prompts[:3]]
     assert [a.ids for a in got] == [a.ids[:TOKENS] for a in answers("baseline")[:3]]
     assert "type=LlamaForCausalLMEagle," in log.read_text()
     assert "fc <-" not in log.read_text()

@@ -56,7 +56,7 @@ _STACKED = {
 }
 
 
-class DraftLayer(stock.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
+class DraftLayer(stock.LlamaDecoderLayer):
     """One decoder layer of the draft; the first reads ``[embedding | hidden]``, the others the stream alone."""
 
     def __init__(
@@ -151,7 +151,7 @@ class DraftLayer(stock.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
         return self.mlp(hidden_states), residual
 
 
-class DraftModel(stock.LlamaModel):  # type: ignore[misc]
+class DraftModel(stock.LlamaModel):
     """Embedding, fc and decoder layers of the draft."""
 
     def __init__(self, config: Any, quant_config: Any, prefix: str, *, plan: AssemblyPlan) -> None:
@@ -169,8 +169,8 @@ class DraftModel(stock.LlamaModel):  # type: ignore[misc]
         )
         self.num_aux_hidden_states = spec.num_sources
         self.fc: nn.Linear | None = None
-        self.fc_norm: nn.ModuleList | None = None
-        self.input_norm: nn.Module | None = None
+        self.fc_norm: Any = None
+        self.input_norm: Any = None
         if spec.fc_in is not None:
             self.fc = nn.Linear(spec.fc_in, config.hidden_size, bias=spec.fc_bias)
             if spec.norms.around_fc == "concatenation":
@@ -195,21 +195,22 @@ class DraftModel(stock.LlamaModel):  # type: ignore[misc]
         if self.fused and self.fc is not None:
             self._fc_weight = self.fc.weight.detach().float()
 
+    def _norm_weight(self) -> torch.Tensor | None:
+        """Return the weights of the norms before fc: [K*M] over the concatenation, [K, M] per source."""
+        if self.fc_norm is not None:
+            return torch.stack([n.weight for n in self.fc_norm])
+        return None if self.input_norm is None else self.input_norm.weight.data
+
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Map captured states [T, K*M], in capture order, to the draft's width [T, E]."""
         if self.fc is None:
             return states
         if self.fused:
-            norm, weight = "none", None
-            if self.input_norm is not None:
-                norm, weight = "concatenation", self.input_norm.weight
-            elif self.fc_norm is not None:
-                norm, weight = "per_source", torch.stack([n.weight for n in self.fc_norm])
             return fc_proj_torch(
                 states,
                 self.fc.weight if self._fc_weight is None else self._fc_weight,
-                norm=norm,
-                norm_weight=weight,
+                norm=self.plan.spec.norms.around_fc,
+                norm_weight=self._norm_weight(),
                 eps=self.config.rms_norm_eps,
                 bias=self.fc.bias,
                 num_sources=self.num_aux_hidden_states,
@@ -287,7 +288,7 @@ class DraftModel(stock.LlamaModel):  # type: ignore[misc]
         hidden_states = self._incoming(forward_batch)
         if hidden_states.shape[0] == 0:
             return hidden_states, [hidden_states]
-        residual = None
+        residual: Any = None
         for layer in self.layers:
             hidden_states, residual = layer(positions, embeds, hidden_states, forward_batch, residual)
         if self.norm is None:
@@ -297,7 +298,7 @@ class DraftModel(stock.LlamaModel):  # type: ignore[misc]
         return to_head, [to_head if self.norm_output else before_norm]
 
 
-class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):  # type: ignore[misc]
+class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
     """Serve a Llama-type EAGLE-3 draft by its plan."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
@@ -319,7 +320,8 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):  # type: ignore[misc
         self._draft_window_size = get_spec().speculative_draft_window_size or (window - 1 if window else None)
         self.model = DraftModel(config, quant_config, add_prefix("model", prefix), plan=plan)
         if self._draft_window_size is not None:
-            for layer in self.model.layers:
+            layers: Any = self.model.layers
+            for layer in layers:
                 layer.self_attn.attn.sliding_window_size = self._draft_window_size
         self.load_lm_head_from_target = spec.lm_head == "target"
         if spec.lm_head == "tied":
