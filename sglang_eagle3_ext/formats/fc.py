@@ -154,7 +154,8 @@ def _around_fc(r: Reading) -> Literal["none", "per_source", "concatenation"]:
         r.origins["norms"] = r.folder.declared.origins["norms"]
         flagged = {"fc_norm": "per_source", "norm_before_fc": "concatenation"}
         if [flagged[f] for f in flags] != ([] if ext.norms == "none" else [ext.norms]):
-            r.differences.append(f"stock normalises around fc by the flags {flags}")
+            theirs = " and ".join(flags) if flags else "no norm"
+            r.differences.append(f"stock goes by the flags of the config and applies {theirs} around fc")
         return ext.norms
     if len(flags) == 2:
         r.folder.add(

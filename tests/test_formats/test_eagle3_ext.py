@@ -115,7 +115,15 @@ def test_specforge_means_something_else_by_norm_output(tmp_path):
 
 def test_norms_must_have_their_tensors(tmp_path):
     path = write_draft(tmp_path, tensor_changes={f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)})
-    assert formats.read_draft(path, override={"norms": "per_source"}).findings == ()
+    read = formats.read_draft(path, override={"norms": "per_source"})
+    assert read.findings == ()
+    assert read.stock.differences == ("stock goes by the flags of the config and applies no norm around fc",)
+    flagged = write_draft(
+        tmp_path / "flagged",
+        config_changes={"fc_norm": True},
+        tensor_changes={f"fc_norm.{i}.weight": torch.ones(32) for i in range(3)},
+    )
+    assert formats.read_draft(flagged, override={"norms": "per_source"}).stock.differences == ()
     wrong = formats.read_draft(path, override={"norms": "concatenation"})
     assert {f.code for f in wrong.findings} == {"missing_tensor", "unconsumed_tensor"}
 

@@ -398,6 +398,11 @@ def test_reports(tmp_path, case):
     assert sorted(f.code for f in spec.findings if f is not own[0]) == sorted(case.also)
 
 
+def test_keys_at_their_usual_value_are_no_finding(tmp_path):
+    usual = {"use_input_layernorm_in_first_layer": True, "next_layer_regular": True, "parallel_draft_step": 1}
+    assert formats.read_draft(write_draft(tmp_path, config_changes=usual)).findings == ()
+
+
 def test_findings_come_all_at_once(tmp_path):
     write_draft(
         tmp_path,
@@ -445,6 +450,7 @@ def test_findings_come_all_at_once(tmp_path):
 def test_rope_reads_the_same_in_every_spelling(tmp_path, config, theta, scaling, partial):
     spec = formats.read_draft(write_draft(tmp_path, config_changes=config))
     assert (spec.rope.theta, spec.rope.scaling, spec.rope.partial_rotary_factor) == (theta, scaling, partial)
+    assert spec.origins["rope_scaling"] == ("config" if scaling else "default")
     assert spec.findings == ()
 
 

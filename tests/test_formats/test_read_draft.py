@@ -229,6 +229,46 @@ def test_sizes_that_only_the_weights_tell(tmp_path):
     assert codes(spec, "error") == []
 
 
+@pytest.mark.parametrize(
+    ("deleted", "head_dim", "origin"),
+    [((), 12, "config"), (("head_dim",), 12, "weights"), (("head_dim",), 8, "default")],
+)
+def test_heads(tmp_path, deleted, head_dim, origin):
+    path = write_draft(tmp_path, kv_heads=1, head_dim=head_dim, config_changes=dict.fromkeys(deleted, DELETE))
+    spec = formats.read_draft(path)
+    assert spec.attention == Attention("gqa", 1, 4, 1, head_dim)
+    assert spec.origins["head_dim"] == origin
+    assert spec.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "max_positions", "eps"),
+    [("llama", 2048, 1e-6), ("qwen3", 32768, 1e-6), ("phi3", 4096, 1e-5), ("something_new", 2048, 1e-6)],
+)
+def test_keys_left_out_take_what_transformers_fills_in(tmp_path, model_type, max_positions, eps):
+    left_out = dict.fromkeys(("max_position_embeddings", "rms_norm_eps", "hidden_act"), DELETE)
+    spec = formats.read_draft(write_draft(tmp_path, config_changes={"model_type": model_type, **left_out}))
+    assert (spec.max_position_embeddings, spec.rms_norm_eps, spec.hidden_act) == (max_positions, eps, "silu")
+    assert spec.origins["rms_norm_eps"] == "default"
+
+
+def test_defaults_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from sglang_eagle3_ext.formats.reading import _MODEL_DEFAULTS
+
+    for model_type, defaults in _MODEL_DEFAULTS.items():
+        config = transformers.AutoConfig.for_model(model_type)
+        theirs = {key: getattr(config, key, None) or config.rope_parameters["rope_theta"] for key in defaults}
+        assert theirs == defaults, model_type
+
+
+def test_llama4_text_has_its_own_key_for_the_mlp(tmp_path):
+    changes = {"model_type": "llama4_text", "intermediate_size_mlp": 40, "intermediate_size": 11}
+    spec = formats.read_draft(write_draft(tmp_path, config_changes=changes))
+    assert spec.intermediate_size == 40
+    assert spec.findings == ()
+
+
 def test_absolute_map(tmp_path):
     path = write_draft(tmp_path)
     tensors = load_file(path / "model.safetensors")
