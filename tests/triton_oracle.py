@@ -80,9 +80,7 @@ def tree_case(batch: int, topk: int, steps: int, width: int, mode: int) -> Case:
     predicts = torch.zeros(batch * width, dtype=torch.int32)
     accepted = torch.full((batch, steps + 1), -1, dtype=torch.int32)
     count = torch.empty(batch, dtype=torch.int32)
-    spec_tree.verify_tree_greedy_triton(
-        predicts, accepted, count, candidates, index, first_child, sibling, wanted
-    )
+    spec_tree.verify_tree_greedy_triton(predicts, accepted, count, candidates, index, first_child, sibling, wanted)
     return inputs | {
         "shape": (batch, topk, steps, width, int(mode)),
         "mask": mask,
@@ -115,9 +113,7 @@ def slot_cases(batch: int) -> dict[str, Case]:
     draft_slots = torch.full((batch * topk * steps,), -7, dtype=torch.long)
     positions = torch.full((batch * topk,), -7, dtype=torch.long)
     mrope = torch.full((3, batch * topk), -7, dtype=torch.long)
-    cache_locs.assign_draft_cache_locs_contiguous_func(
-        rows, table, starts, draft_slots, topk, steps, positions, mrope
-    )
+    cache_locs.assign_draft_cache_locs_contiguous_func(rows, table, starts, draft_slots, topk, steps, positions, mrope)
     extend = torch.full((total,), -7, dtype=torch.long)
     cache_locs.assign_extend_cache_locs[(batch,)](
         rows, table, starts, ends, extend, table.shape[1], 1 << (batch - 1).bit_length()
@@ -139,13 +135,13 @@ def slot_cases(batch: int) -> dict[str, Case]:
     bonus = torch.full((batch,), -7, dtype=torch.int32)
     eagle.fill_bonus_tokens_func(tokens, front_counts, bonus, depth, batch)
     return {
-        "draft": dict(rows=rows, table=table, starts=starts, topk=topk, steps=steps, slots=draft_slots)
-        | dict(positions=positions, mrope=mrope),
-        "extend": dict(rows=rows, table=table, starts=starts, ends=ends, slots=extend),
-        "assign": dict(rows=rows, table=table, starts=starts, ends=ends, slots=new_slots, filled=filled),
-        "front": dict(counts=front_counts, window=window, front=front),
-        "accept": dict(nodes=nodes, window=window, accepted=accepted),
-        "bonus": dict(tokens=tokens, counts=front_counts, bonus=bonus),
+        "draft": {"rows": rows, "table": table, "starts": starts, "topk": topk, "steps": steps, "slots": draft_slots}
+        | {"positions": positions, "mrope": mrope},
+        "extend": {"rows": rows, "table": table, "starts": starts, "ends": ends, "slots": extend},
+        "assign": {"rows": rows, "table": table, "starts": starts, "ends": ends, "slots": new_slots, "filled": filled},
+        "front": {"counts": front_counts, "window": window, "front": front},
+        "accept": {"nodes": nodes, "window": window, "accepted": accepted},
+        "bonus": {"tokens": tokens, "counts": front_counts, "bonus": bonus},
     }
 
 
@@ -153,11 +149,7 @@ def main() -> None:
     """Save all cases to the path given."""
     torch.manual_seed(0)
     random.seed(0)
-    trees = [
-        tree_case(batch, *shape, mode)
-        for shape in TREE_SHAPES
-        for batch, mode in ((1, 1), (3, 1), (2, 0))
-    ]
+    trees = [tree_case(batch, *shape, mode) for shape in TREE_SHAPES for batch, mode in ((1, 1), (3, 1), (2, 0))]
     slots = [slot_cases(batch) for batch in (1, 2, 3, 5, 8) for _ in range(2)]
     torch.save({"trees": trees, "slots": slots}, sys.argv[1])
 

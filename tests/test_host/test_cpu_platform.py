@@ -64,9 +64,7 @@ def worker() -> dict[str, Any]:
     """Do what SGLang does at the start of a worker process, in a fresh one."""
     environment = os.environ | {"SGLANG_PLATFORM": "eagle3_ext", "EAGLE3_EXT": "off"}
     environment.pop("TORCHDYNAMO_DISABLE", None)
-    run = subprocess.run(
-        [sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, timeout=600
-    )
+    run = subprocess.run([sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.strip().splitlines()[-1])
 
@@ -111,9 +109,9 @@ def test_overrides_accept_what_they_override() -> None:
         for name, override in vars(ours).items():
             original = getattr(theirs, name, None)
             if callable(override) and callable(original) and not name.startswith("__"):
-                assert list(inspect.signature(override).parameters) == list(
-                    inspect.signature(original).parameters
-                ), name
+                assert list(inspect.signature(override).parameters) == list(inspect.signature(original).parameters), (
+                    name
+                )
 
 
 def test_replacements_take_the_arguments_of_what_they_replace() -> None:
@@ -126,7 +124,7 @@ def test_replacements_take_the_arguments_of_what_they_replace() -> None:
 
 def settings(**changes: Any) -> SimpleNamespace:
     """Make the server settings that the platform looks at."""
-    served = dict(page_size=None, kv_cache_dtype="auto", speculative_use_rejection_sampling=False)
+    served = {"page_size": None, "kv_cache_dtype": "auto", "speculative_use_rejection_sampling": False}
     return SimpleNamespace(**(served | changes))
 
 
@@ -151,8 +149,8 @@ def layer(**changes: Any) -> SimpleNamespace:
     """Make an attention layer that asks for nothing special."""
     from sglang.srt.layers.radix_attention import AttentionType
 
-    plain = dict(layer_id=3, sliding_window_size=-1, logit_cap=0.0, is_cross_attention=False)
-    return SimpleNamespace(**(plain | dict(attn_type=AttentionType.DECODER, xai_temperature_len=-1) | changes))
+    plain = {"layer_id": 3, "sliding_window_size": -1, "logit_cap": 0.0, "is_cross_attention": False}
+    return SimpleNamespace(**(plain | {"attn_type": AttentionType.DECODER, "xai_temperature_len": -1} | changes))
 
 
 def test_other_kinds_of_attention_are_refused() -> None:
@@ -163,12 +161,12 @@ def test_other_kinds_of_attention_are_refused() -> None:
     assert unsupported_layer(layer(), {}) == []
     assert unsupported_layer(layer(), {"sinks": None}) == []
     for change in (
-        dict(sliding_window_size=0),
-        dict(sliding_window_size=4095),
-        dict(logit_cap=50.0),
-        dict(is_cross_attention=True),
-        dict(attn_type=AttentionType.ENCODER_ONLY),
-        dict(xai_temperature_len=8),
+        {"sliding_window_size": 0},
+        {"sliding_window_size": 4095},
+        {"logit_cap": 50.0},
+        {"is_cross_attention": True},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"xai_temperature_len": 8},
     ):
         assert len(unsupported_layer(layer(**change), {})) == 1, change
     (problem,) = unsupported_layer(layer(), {"sinks": torch.ones(3)})

@@ -11,26 +11,26 @@ from oracles import as_float64, rms_norm_oracle
 from sglang_eagle3_ext.host.cpu import rows
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 8, rows.MIRRORED_ROWS, rows.MIRRORED_ROWS + 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 65])
 @pytest.mark.parametrize("width", [1, 7, 64, 576, 2049])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shift", [0.0, 50.0])
-def test_rms_norm(count: int, width: int, dtype: torch.dtype, shift: float) -> None:
-    """With a shift the mean dwarfs the spread, which a careless mirrored layer norm would not survive."""
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(count: int, width: int, dtype: torch.dtype, shift: float, with_residual: bool) -> None:
     generator = torch.Generator().manual_seed(count * 10000 + width)
     x = (torch.randn(count, width, generator=generator) + shift).to(dtype)
+    residual = torch.randn(count, width, generator=generator).to(dtype) if with_residual else None
     weight = torch.randn(width, generator=generator).to(dtype)
-    y = rows.rms_norm(x, weight, 1e-5)
-    assert y.dtype == dtype
-    expected = torch.from_numpy(rms_norm_oracle(as_float64(x), as_float64(weight), 1e-5))
-    relative = 2e-6 if dtype == torch.float32 else 2.0**-7
-    assert ((y.double() - expected).abs() <= relative * expected.abs() + 1e-7).all()
-
-
-def test_rms_norm_of_three_axes() -> None:
-    x, weight = torch.randn(2, 3, 8), torch.randn(8)
-    flat = rows.rms_norm(x.view(6, 8), weight, 1e-6)
-    assert torch.allclose(rows.rms_norm(x, weight, 1e-6).view(6, 8), flat, atol=1e-6)
+    given = [tensor.clone() for tensor in (x, weight)]
+    y, total = rows.rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(x, given[0])
+    assert torch.equal(weight, given[1])
+    assert y.dtype == total.dtype == dtype
+    exact = x.double() + (0 if residual is None else residual.double())
+    rounding = 2.0**-23 if dtype == torch.float32 else 2.0**-8
+    assert ((total.double() - exact).abs() <= rounding * exact.abs()).all()
+    expected = torch.from_numpy(rms_norm_oracle(exact.numpy(), as_float64(weight), 1e-5))
+    assert ((y.double() - expected).abs() <= 3 * rounding * expected.abs() + 1e-7).all()
 
 
 @pytest.mark.parametrize("count", [1, 4, 9])
@@ -48,7 +48,11 @@ def test_rotation(count: int, heads: int, head_size: int) -> None:
     wide = torch.randn(count, heads * head_size + 5, generator=generator)
     x = wide[:, 2 : 2 + heads * head_size]
     cos, sin = rows.rotation_table(cache, positions, torch.float32)
-    y = rows.rotate_heads(x, cos, sin)
+    y, one_head = rows.rotate_heads(x, wide[:, :head_size], cos, sin)
+    if heads == 1:
+        swapped = rows.rotate_heads(wide[:, :head_size], x, cos, sin)
+        assert torch.equal(swapped[0], one_head)
+        assert torch.equal(swapped[1], y)
     for row, position in enumerate(positions.tolist()):
         for head in range(heads):
             for i in range(half):

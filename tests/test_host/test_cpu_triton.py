@@ -33,7 +33,7 @@ def test_trees_are_built_as_the_kernel_builds_them(oracle: dict[str, list[Any]])
         index, first_child, sibling = torch.full((3, batch, width), -1)
         arguments = (case["parents"], case["kept"], case["lengths"], mask, positions)
         tree.build_tree(*arguments, index, first_child, sibling, topk, steps, width, mode)
-        written = dict(mask=mask, positions=positions, index=index, first_child=first_child, sibling=sibling)
+        written = {"mask": mask, "positions": positions, "index": index, "first_child": first_child, "sibling": sibling}
         for name, tensor in written.items():
             assert torch.equal(tensor, case[name]), (case["shape"], name)
 

@@ -245,12 +245,8 @@ CONTRACT: tuple[Symbol, ...] = (
         "take over its plain case, leave it the others",
         _PLATFORM,
     ),
-    Symbol(
-        f"{_LAYERS}.rotary_embedding.base.LinearScalingRotaryEmbedding", "value", None, "likewise", _PLATFORM
-    ),
-    Symbol(
-        f"{_LAYERS}.rotary_embedding.rope_variant.Llama3RotaryEmbedding", "value", None, "likewise", _PLATFORM
-    ),
+    Symbol(f"{_LAYERS}.rotary_embedding.base.LinearScalingRotaryEmbedding", "value", None, "likewise", _PLATFORM),
+    Symbol(f"{_LAYERS}.rotary_embedding.rope_variant.Llama3RotaryEmbedding", "value", None, "likewise", _PLATFORM),
 )
 """Every symbol of SGLang that this folder touches: imports that may vanish, hook targets, overrides."""
 

@@ -55,9 +55,7 @@ class Eagle3CpuAttention(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = config.context_len
-        self.style = MaskStyle(
-            model_runner.dtype, max(1, config.num_attention_heads // config.num_key_value_heads)
-        )
+        self.style = MaskStyle(model_runner.dtype, max(1, config.num_attention_heads // config.num_key_value_heads))
         self.segments: list[Segment] = []
         self._checked_layers: set[int] = set()
         self._verify_mask = _make_verify_mask(model_runner)

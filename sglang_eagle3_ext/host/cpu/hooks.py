@@ -15,9 +15,7 @@ KERNELS = "sglang.kernels.ops.speculative"
 REPLACED: dict[str, Callable[..., Any]] = {
     f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func": tree.build_tree,
     f"{KERNELS}.spec_tree.verify_tree_greedy_func": tree.verify_tree_greedy,
-    f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func": (
-        cache_locs.assign_draft_cache_locs_contiguous
-    ),
+    f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func": (cache_locs.assign_draft_cache_locs_contiguous),
     f"{KERNELS}.cache_locs.fill_front_out_cache_loc_func": cache_locs.fill_front_out_cache_loc,
     f"{KERNELS}.eagle.fill_bonus_tokens_func": cache_locs.fill_bonus_tokens,
     f"{KERNELS}.eagle.fill_accept_out_cache_loc_func": cache_locs.fill_accept_out_cache_loc,

@@ -30,9 +30,7 @@ class _PackedApply:
         self._packed_from = layer.weight
         self._packed = pack(layer.weight)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute ``x weight^T + bias`` over the last axis of ``x``."""
         weight = layer.weight
         if weight is not self._packed_from:

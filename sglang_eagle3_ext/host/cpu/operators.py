@@ -1,8 +1,8 @@
 """The small operators of a decoder layer, in fewer PyTorch calls.
 
 With a few rows each call costs more than its arithmetic. Every function has the signature of the
-``forward_native`` that it stands in for, takes the op as ``self``, and hands the variants it does not
-cover to ``forward_native``.
+``forward_native`` that it stands in for, takes the op as ``self``, computes the same numbers, and hands
+the variants it does not cover to ``forward_native``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ def forward_rms_norm(
         and not self.cast_x_before_out_mul
         and not self.fp32_residual
         and self.override_orig_dtype is None
+        and post_residual_addition is None
         and x.shape[-1] == self.hidden_size
     )
     if not plain:
         return self.forward_native(x, residual, post_residual_addition, quant_linear)
-    if residual is None:
-        return rms_norm(x, self.weight, self.variance_epsilon)
-    x = x + residual
-    if post_residual_addition is not None:
-        x = x + post_residual_addition
-    return rms_norm(x, self.weight, self.variance_epsilon), x
+    normed, total = rms_norm(x, self.weight, self.variance_epsilon, residual)
+    return normed if residual is None else (normed, total)
 
 
 def forward_silu_and_mul(self: SiluAndMul, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +70,7 @@ def forward_rotary(
     plain = (
         self.is_neox_style
         and self.rotary_dim == self.head_size
+        and query.dim() == key.dim() == 2
         and offsets is None
         and fused_set_kv_buffer_arg is None
     )
@@ -82,13 +80,8 @@ def forward_rotary(
     known = self.__dict__.get("_cpu_rotation")
     # All layers share this module and see the same positions; the values are compared because drafting
     # advances the positions in place.
-    if (
-        known is None
-        or known[0] is not source
-        or known[1].dtype != query.dtype
-        or not torch.equal(known[3], positions)
-    ):
+    if known is None or known[0] is not source or known[1].dtype != query.dtype or not torch.equal(known[3], positions):
         known = (source, *rotation_table(source, positions, query.dtype), positions.clone())
         self.__dict__["_cpu_rotation"] = known
     _, cos, sin, _ = known
-    return rotate_heads(query, cos, sin), rotate_heads(key, cos, sin)
+    return rotate_heads(query, key, cos, sin)

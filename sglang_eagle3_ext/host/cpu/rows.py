@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-
-MIRRORED_ROWS = 64
-"""Up to this many rows the call overhead outweighs doing the arithmetic twice."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
-
-    ``[x, -x]`` has mean zero and variance ``mean(x^2)``, so its layer norm is the RMS norm, and layer norm
-    is one fused call where RMS norm is six.
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, of ``x + residual`` where given.
 
     Args:
-        x: [N, E].
+        x: [..., E].
         weight: [E].
         eps: added to the mean square.
+        residual: same shape and type as ``x``.
 
     Returns:
-        [N, E] in ``x.dtype``; computed in float32.
+        The norm and the sum (``x`` itself without a residual), in ``x.dtype``. Sum and norm are computed
+        in float32 and rounded once each.
     """
-    width = x.shape[-1]
-    if x.dim() != 2 or x.shape[0] > MIRRORED_ROWS:
-        return F.rms_norm(x.float(), (width,), weight.float(), eps).to(x.dtype)
-    mirrored = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * width,), None, None, eps)
-    return mirrored[:, :width] * weight
+    total = x.float()
+    if residual is not None:
+        total = total + residual
+    scale = torch.rsqrt(total.square().mean(-1, True).add_(eps))
+    return (total * scale).mul_(weight).to(x.dtype), total.to(x.dtype)
 
 
 def rotation_table(
@@ -47,17 +44,22 @@ def rotation_table(
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 
-def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the two halves of every head against each other.
+def rotate_heads(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the two halves of every head against each other, queries and keys in one go.
 
     Args:
-        x: [N, heads * D], any row stride.
+        query: [N, heads * D], any row stride.
+        key: [N, key heads * D], any row stride.
         cos: [N, 1, D] from ``rotation_table``.
         sin: likewise.
 
     Returns:
-        [N, heads * D], or the shape of ``x`` where it has three axes.
+        The rotated queries and keys, views into one tensor.
     """
-    heads = x.reshape(x.shape[0], -1, cos.shape[-1])
-    halves_swapped = heads.roll(cos.shape[-1] // 2, -1)
-    return torch.addcmul(heads * cos, halves_swapped, sin).view(x.shape)
+    rows, width = query.shape
+    size = cos.shape[-1]
+    heads = torch.cat((query, key), dim=-1).view(rows, -1, size)
+    rotated = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin).view(rows, -1)
+    return rotated[:, :width], rotated[:, width:]

@@ -56,9 +56,7 @@ def compact(slots: torch.Tensor) -> slice | torch.Tensor:
     return slots.long()
 
 
-def decode_segments(
-    req_to_token: torch.Tensor, requests: Sequence[int], lengths: Sequence[int]
-) -> list[Segment]:
+def decode_segments(req_to_token: torch.Tensor, requests: Sequence[int], lengths: Sequence[int]) -> list[Segment]:
     """Give each request one row that sees its whole context.
 
     Args:
@@ -151,9 +149,7 @@ def draft_segments(
         draft_slots: [B, branches, steps] slots that the steps write to.
     """
     branches, steps = draft_slots.shape[1:]
-    prefixes = [
-        req_to_token[request, :length] for request, length in zip(requests, lengths, strict=True)
-    ]
+    prefixes = [req_to_token[request, :length] for request, length in zip(requests, lengths, strict=True)]
     draft_slots = draft_slots.to(req_to_token.dtype)
     contexts = [
         torch.cat((prefix, own[branch]))
