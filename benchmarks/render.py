@@ -1,7 +1,8 @@
-"""Write the measured parts of README.md, and tables and a picture of a result: python -m benchmarks.render
+"""Write the generated parts of README.md and docs/compatibility.md: python -m benchmarks.render
 
 The figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
-``.demo/demo.json``; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft.
+``.demo/demo.json``; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft; the
+table of SGLang's symbols is the contract that is checked at start.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_eagle3_ext.host import contract
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 RESULT = ROOT / "benchmarks" / "results" / "demo.json"
 NO_FIGURES = "No figures are committed yet. `make demo` takes them on your machine.\n"
 
@@ -135,6 +139,20 @@ def render(readme: str, result: dict[str, Any] | None) -> str:
     return replace_region(readme, "inspect", inspect_example())
 
 
+def contract_table() -> str:
+    """Write the symbols of SGLang that are touched as a Markdown table."""
+    lines = ["| symbol | how | parameters | why | superfluous when |", "|---|---|---|---|---|"]
+    for row in contract.all_rows():
+        parameters = ", ".join(row.parameters)
+        lines.append(f"| `{row.target}` | {row.kind} | {parameters} | {row.why} | {row.delete_when} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_compatibility(text: str) -> str:
+    """Return docs/compatibility.md with its table of symbols replaced."""
+    return replace_region(text, "contract", contract_table())
+
+
 def committed_result() -> dict[str, Any] | None:
     """Read the committed result, if there is one."""
     if not RESULT.is_file():
@@ -145,3 +163,4 @@ def committed_result() -> dict[str, Any] | None:
 
 if __name__ == "__main__":
     README.write_text(render(README.read_text(), committed_result()))
+    COMPATIBILITY.write_text(render_compatibility(COMPATIBILITY.read_text()))

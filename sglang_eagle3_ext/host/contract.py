@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         target: dotted path.
-        kind: ``hook`` (wrapped through HookRegistry), ``call`` (called or read), ``subclass``.
+        kind: ``hook`` (wrapped through HookRegistry), ``call``, ``value`` (read or set), ``subclass``.
         parameters: names its signature must have; empty when only its presence matters.
         when: ``start`` (checked in every process), ``models`` (checked when a draft loads; importing it
             earlier would cost every process seconds), ``cpu`` (checked on the CPU platform).
@@ -31,7 +31,7 @@ class Row:
     """
 
     target: str
-    kind: Literal["hook", "call", "subclass"]
+    kind: Literal["hook", "call", "value", "subclass"]
     parameters: tuple[str, ...]
     when: Literal["start", "models", "cpu"]
     why: str
@@ -233,18 +233,25 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+def all_rows() -> tuple[Row, ...]:
+    """Return the whole contract, the CPU platform's rows included."""
+    from sglang_eagle3_ext.host import cpu
+
+    return ROWS + tuple(Row(s.target, s.kind, s.parameters or (), "cpu", s.why, s.delete_when) for s in cpu.CONTRACT)
+
+
 def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:
     """List what is missing or shaped otherwise in the installed SGLang.
 
     Args:
         stages: which rows to check by their ``when``; all of them when empty.
-        rows: the table, ``ROWS`` unless given.
+        rows: the table, :func:`all_rows` unless given.
 
     Returns:
         One sentence per problem, empty when the contract holds.
     """
     found: list[str] = []
-    for row in ROWS if rows is None else rows:
+    for row in all_rows() if rows is None else rows:
         if stages and row.when not in stages:
             continue
         try:

@@ -75,6 +75,11 @@ def test_readme_shows_the_committed_result():
     assert render.render(readme, render.committed_result()) == readme, "run: make docs"
 
 
+def test_compatibility_names_every_symbol_that_is_touched():
+    text = render.COMPATIBILITY.read_text()
+    assert render.render_compatibility(text) == text, "run: make docs"
+
+
 def test_picture_is_drawn_where_matplotlib_is(result: dict[str, Any], tmp_path: Path):
     pytest.importorskip("matplotlib")
     assert render.picture(result, tmp_path / "demo.png")
