@@ -57,8 +57,8 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
         if not (override or spec.has_eagle3_ext):
             return None
         raise CheckpointError(
-            f"{path}: an {spec.attention.kind.upper()} draft that declares eagle3_ext; expected a Llama-type draft, the "
-            "only type this version serves by its plan. Remove eagle3_ext to have stock serve it by its own rules."
+            f"{path}: an {spec.attention.kind.upper()} draft that declares eagle3_ext; expected a Llama-type draft, "
+            "the only type this version serves by its plan. Remove eagle3_ext to have stock serve it by its own rules."
         )
     return spec
 
