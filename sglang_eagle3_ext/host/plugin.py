@@ -45,8 +45,8 @@ def register() -> None:
     problems = contract.problems("start")
     if problems:
         guard.refuse(
-            f"this SGLang ({contract.installed_version()}) is not the one sglang-eagle3-ext was made for "
-            f"({contract.REFERENCE_VERSION}): " + " ".join(problems)
+            f"this SGLang ({contract.installed_version()}) lacks what sglang-eagle3-ext needs of it (made for "
+            f"{contract.REFERENCE_VERSION}): " + " ".join(problems)
         )
         return
     place_hooks()

@@ -30,8 +30,8 @@ def register_models(*_args: Any, **_kwargs: Any) -> None:
     problems = contract.problems("models")
     if problems:
         raise UnsupportedError(
-            f"SGLang {contract.installed_version()} is not the one sglang-eagle3-ext was made for "
-            f"({contract.REFERENCE_VERSION}): {' '.join(problems)} Run: sglang-eagle3 doctor"
+            f"this SGLang ({contract.installed_version()}) lacks what sglang-eagle3-ext needs of it (made for "
+            f"{contract.REFERENCE_VERSION}): {' '.join(problems)} Run: sglang-eagle3 doctor"
         )
     ModelRegistry.register("sglang_eagle3_ext.host.models", overwrite=True, strict=True)
     _registered = True

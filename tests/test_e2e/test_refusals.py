@@ -16,15 +16,19 @@ pytestmark = pytest.mark.e2e
 # Put on PYTHONPATH, this makes the contract ask SGLang for a symbol that it lacks, as a later release might.
 BROKEN = """
 import sys
+from importlib.machinery import PathFinder
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name != "sglang_eagle3_ext.host.contract":
             return None
-        sys.meta_path.remove(self)
-        import importlib
-        module = importlib.import_module(name)
-        module.ROWS += (module.Row("sglang.srt.server_args.gone", "call", (), "start", "show a broken contract", ""),)
-        return module.__spec__
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            gone = module.Row("sglang.srt.server_args.gone", "call", (), "start", "show a broken contract", "never")
+            module.ROWS += (gone,)
+        spec.loader.exec_module = exec_module
+        return spec
 sys.meta_path.insert(0, Finder())
 """
 
