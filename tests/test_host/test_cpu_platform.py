@@ -125,7 +125,25 @@ def test_replacements_take_the_arguments_of_what_they_replace() -> None:
 def settings(**changes: Any) -> SimpleNamespace:
     """Make the server settings that the platform looks at."""
     served = {"page_size": None, "kv_cache_dtype": "auto", "speculative_use_rejection_sampling": False}
-    return SimpleNamespace(**(served | changes))
+    return SimpleNamespace(**(served | {"attention_backend": None} | changes))
+
+
+@pytest.mark.parametrize(
+    ("resolved", "served"),
+    [(None, cpu.BACKEND), ("intel_amx", cpu.BACKEND), (cpu.BACKEND, cpu.BACKEND), ("triton", "triton")],
+)
+def test_a_backend_that_nobody_named_is_ours(
+    resolved: str | None, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.platforms.device_mixin import CpuArchEnum
+
+    from sglang_eagle3_ext.host.cpu.platform import Eagle3CpuPlatform
+
+    platform = Eagle3CpuPlatform()
+    monkeypatch.setattr(platform, "cpu_arch", CpuArchEnum.X86)
+    chosen = settings(attention_backend=resolved)
+    platform.apply_server_args_defaults(chosen)
+    assert chosen.attention_backend == served
 
 
 def test_settings_that_would_be_served_wrongly_are_refused_together() -> None:
@@ -143,6 +161,20 @@ def test_settings_that_would_be_served_wrongly_are_refused_together() -> None:
         "--kv-cache-dtype",
         "--speculative-use-rejection-sampling",
     ]
+
+
+def test_a_gpu_in_sight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_eagle3_ext.host.cpu.platform import Eagle3CpuPlatform
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedError, match="Set CUDA_VISIBLE_DEVICES="):
+        Eagle3CpuPlatform().apply_server_args_defaults(settings())
+
+
+def test_the_device_is_named_as_settings_spell_it() -> None:
+    from sglang_eagle3_ext.host.cpu.platform import Eagle3CpuPlatform
+
+    assert Eagle3CpuPlatform().get_device() == "cpu"
 
 
 def layer(**changes: Any) -> SimpleNamespace:

@@ -55,7 +55,11 @@ CONTRACT: tuple[Symbol, ...] = (
     *(
         Symbol(f"sglang.srt.platforms.interface.SRTPlatform.{name}", "subclass", parameters, why, _PLATFORM)
         for name, parameters, why in (
-            ("apply_server_args_defaults", ("self", "server_args"), "refuse settings served wrongly"),
+            (
+                "apply_server_args_defaults",
+                ("self", "server_args"),
+                "choose the backend; refuse settings served wrongly",
+            ),
             ("get_default_attention_backend", ("self",), "name the backend"),
             ("supports_speculative_algorithm", ("self", "algorithm"), "admit EAGLE and EAGLE3"),
             ("get_default_speculative_draft_attention_backend", ("self", "algorithm"), "name the draft's backend"),

@@ -6,8 +6,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
-from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.device_mixin import CpuArchEnum, PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_eagle3_ext.errors import UnsupportedError
@@ -16,7 +17,6 @@ from sglang_eagle3_ext.host.cpu import BACKEND
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from sglang.srt.platforms.interface import KVPoolKind
 
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
@@ -41,14 +41,31 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         _compile_nothing_unless_asked()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Refuse, before anything loads, the settings that this platform would serve wrongly.
+        """Choose the attention backend; refuse, before anything loads, what would be served wrongly.
 
         Raises:
             UnsupportedError: names every setting that is not served, not only the first.
         """
         problems = unsupported_settings(server_args)
+        if torch.cuda.is_available():
+            problems.append(
+                "SGLANG_PLATFORM: eagle3_ext was asked for where there is a GPU, whose kernels SGLang would "
+                "then pick; the CPU platform runs where PyTorch sees none. Set CUDA_VISIBLE_DEVICES= (empty), "
+                "or leave SGLANG_PLATFORM out."
+            )
         if problems:
             raise UnsupportedError("\n".join(problems))
+        if server_args.attention_backend in (None, self._backend_of_sglang):
+            server_args.attention_backend = BACKEND
+
+    @property
+    def _backend_of_sglang(self) -> str:
+        """Name the backend that SGLang has put in by now, on any CPU, where the user named none."""
+        return "torch_native" if self.cpu_arch == CpuArchEnum.ARM else "intel_amx"
+
+    def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
+        """Name the device, as server settings spell it."""
+        return self.device_type
 
     def get_default_attention_backend(self) -> str:
         """Name the one attention backend of this platform."""
