@@ -13,15 +13,24 @@ has_sglang() {
     "$1" -c "import importlib.metadata as m, importlib.util as u, sys; sys.exit(m.version('sglang') != '$sglang' or not u.find_spec('torch'))" 2>/dev/null
 }
 
-# The active Python when it carries the pinned SGLang, else the first that is new enough.
+# The first Python that carries the pinned SGLang (the active one is asked first), else the first that is new enough.
 base_python() {
-    local name
+    local name new_enough=()
     for name in python python3 python3.13 python3.12 python3.11; do
         if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            new_enough+=("$name")
+        fi
+    done
+    for name in "${new_enough[@]}"; do
+        if has_sglang "$name"; then
             echo "$name"
             return
         fi
     done
+    if [ ${#new_enough[@]} -gt 0 ]; then
+        echo "${new_enough[0]}"
+        return
+    fi
     die "no Python >= 3.11 on PATH; SGLang $sglang needs one. Debian, Ubuntu: apt install python3 python3-venv"
 }
 
@@ -29,6 +38,11 @@ base_python() {
 if [ -e .venv/.unfinished ]; then
     say "the last set-up was interrupted: starting .venv anew (downloads are cached)"
     rm -rf .venv
+fi
+
+# The tests need what the demo needs, and that went with the old .venv.
+if [ "$level" = test ] && ! [ -e .venv/.ready-demo ]; then
+    requirements/setup.sh demo
 fi
 
 if ! [ -x .venv/bin/python ]; then
@@ -48,7 +62,10 @@ for folder in site.getsitepackages() + [site.getusersitepackages()] * bool(site.
 fi
 
 touch .venv/.unfinished
-pip() { .venv/bin/python -m pip "$@"; }
+# Some machines configure locations that they lack, and pip says so dozens of times; its progress bar is on stdout.
+pip() {
+    { .venv/bin/python -m pip "$@" 2>&1 >&3 | sed -u "/^WARNING: Location '.*' is ignored: /d" >&2; } 3>&1
+}
 if [ "$level" = demo ]; then
     has_sglang .venv/bin/python || say "installing SGLang $sglang and PyTorch: some gigabytes, several minutes"
     pip install -r requirements/demo.txt
