@@ -99,8 +99,8 @@ class Server:
 
     def log_tail(self) -> str:
         """Return the last lines of the log and where the rest is."""
-        lines = self.log.read_text(errors="replace").splitlines()
         # SGLang logs all of its arguments on one line of 15 kB.
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if "server_args={" not in line]
         shown = [line[:400] for line in lines[-LOG_TAIL_LINES:]]
         return "\n".join([f"--- last {len(shown)} lines of {self.log}", *shown, f"--- end of {self.log}"])
 

@@ -27,7 +27,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
-FAILING = "import sys; print('x' * 9000); print('the reason'); sys.exit(3)"
+FAILING = "import sys; print('server_args={' + 'y' * 9000); print('x' * 9000); print('the reason'); sys.exit(3)"
 
 
 def server(tmp_path: Path, name: str, code: str, *words: str) -> Server:
@@ -88,6 +88,7 @@ def test_a_server_that_dies_shows_its_log_and_takes_the_others_along(tmp_path: P
     assert "the reason" in message
     assert str(bad.log) in message
     assert max(map(len, message.splitlines())) < 500
+    assert "server_args" not in message
     assert wait_gone(pids_of(good))
 
 
