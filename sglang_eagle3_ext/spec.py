@@ -212,6 +212,8 @@ class DraftSpec:
         num_sources: number of fc blocks; 0 for a draft without ``fc``.
         target_hidden_size: width of one source.
         fc_in: input width of ``fc``; ``None`` for a draft without ``fc``.
+        embed: whose embedding the draft reads.
+        lm_head: whose head it ends in; ``tied`` is the embedding that ``embed`` names, the target's included.
         weights: file tensor name -> canonical name (``fc.weight``, ``layers.0.self_attn.q_proj.weight``,
             ``fc_norm.0.weight``, ``input_norm.weight``, ``norm.weight``, ``lm_head.weight``,
             ``embed_tokens.weight``, ``d2t``, ``t2d``). Tensors without a home are absent from it; a tensor

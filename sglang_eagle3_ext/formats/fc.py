@@ -65,7 +65,9 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
     shape = r.shape("fc.weight")
     width = d.target_hidden_size or hidden_size
     r.origins["target_hidden_size"] = "config" if d.target_hidden_size else r.origins["hidden_size"]
-    if not d.uses_aux and declared.sources is None:
+    # Without fc there is one source, and a declaration may say so.
+    says_so = shape is None and [s.kind for s in declared.sources or ()] == ["final_norm"]
+    if not d.uses_aux and (declared.sources is None or says_so):
         r.origins["num_sources"] = "config"
         if shape is not None:
             r.folder.add(

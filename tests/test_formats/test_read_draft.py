@@ -102,6 +102,21 @@ def test_draft_without_fc(tmp_path):
     assert spec.findings == ()
 
 
+def test_draft_without_fc_may_declare_its_only_source(tmp_path):
+    write_draft(
+        tmp_path,
+        config_changes={"eagle_config.use_aux_hidden_state": False},
+        tensor_changes={"fc.weight": None},
+    )
+    undeclared = formats.read_draft(tmp_path)
+    spec = formats.read_draft(tmp_path, override={"sources": ["final_norm"]})
+    assert (spec.num_sources, spec.fc_in, spec.sources) == (0, None, undeclared.sources)
+    assert spec.origins["sources"] == "override"
+    assert (spec.findings, spec.missing) == ((), ())
+    # Any other state would need fc.
+    assert formats.read_draft(tmp_path, override={"sources": ["last"]}).missing == ("fc.weight",)
+
+
 def test_target_of_another_width(tmp_path):
     spec = formats.read_draft(write_draft(tmp_path, target_hidden=20, num_sources=5))
     assert (spec.num_sources, spec.target_hidden_size, spec.fc_in) == (5, 20, 100)
@@ -217,7 +232,37 @@ def test_tied_head(tmp_path):
     )
     assert spec.lm_head == "tied"
     assert spec.origins["lm_head"] == "config"
+    # Nothing is stored to tie to: the head is the target's embedding.
+    assert spec.embed == "target"
+    assert not {"lm_head.weight", "embed_tokens.weight"} & {*spec.weights.values(), *spec.missing}
     assert codes(spec) == []
+
+
+def test_head_tied_to_an_embedding_of_its_own(tmp_path):
+    spec = formats.read_draft(
+        write_draft(
+            tmp_path,
+            draft_vocab=96,
+            config_changes={"tie_word_embeddings": True},
+            tensor_changes={"lm_head.weight": None, "embed_tokens.weight": torch.ones(96, 32)},
+        )
+    )
+    assert (spec.lm_head, spec.embed) == ("tied", "own")
+    assert codes(spec) == []
+
+
+def test_tied_head_without_an_embedding_of_its_width(tmp_path):
+    spec = formats.read_draft(
+        write_draft(
+            tmp_path,
+            target_hidden=20,
+            draft_vocab=96,
+            config_changes={"tie_word_embeddings": True},
+            tensor_changes={"lm_head.weight": None, "embed_tokens.weight": None},
+        )
+    )
+    assert (spec.lm_head, spec.embed) == ("tied", "own")
+    assert (codes(spec), spec.missing) == (["missing_tensor"], ("embed_tokens.weight",))
 
 
 def test_sizes_that_only_the_weights_tell(tmp_path):
