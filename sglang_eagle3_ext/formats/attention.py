@@ -107,13 +107,12 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
         )
     if windowed:
         r.folder.add(
-            "warning",
+            "info",
             "sliding_window",
             place,
-            f"got {layer.sliding_window}, which SGLang does not read; expected the flag on the command line. Serve "
-            f"with --speculative-draft-window-size {layer.sliding_window}.",
+            f"got {layer.sliding_window}; the draft is served with this window, as it was trained. Nothing to do.",
         )
-        r.differences.append("stock attends to the whole context unless --speculative-draft-window-size is given")
+        r.differences.append("stock does not read the draft's sliding window and attends to the whole context")
     return layer.sliding_window if windowed else None
 
 

@@ -358,14 +358,14 @@ CASES = [
     # windows
     Case(
         "sliding_window",
-        "warning",
-        "--speculative-draft-window-size 64",
+        "info",
+        "got 64; the draft is served with this window",
         {"sliding_window": 64, "use_sliding_window": True},
     ),
     Case(
         "sliding_window",
-        "warning",
-        "--speculative-draft-window-size 64",
+        "info",
+        "got 64; the draft is served with this window",
         {"sliding_window": 64, "layer_types": ["sliding_attention"]},
     ),
     Case("sliding_window_unclear", "warning", "without use_sliding_window or layer_types", {"sliding_window": 64}),
