@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext import __version__, assembly, formats
@@ -90,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an eagle3_ext object, merged over the draft's own as --json-model-override-args would",
     )
     inspect.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
+    inspect.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
     inspect.add_argument("--weights", action="store_true", help="look at every value, too")
     output = inspect.add_mutually_exclusive_group()
     output.add_argument("--trace", action="store_true", help="print the forward pass with its shapes")
@@ -133,15 +133,16 @@ def _inspect(args: argparse.Namespace) -> int:
         spec = formats.read_draft(args.draft, override=args.override, revision=args.revision)
         findings = assembly.apply_strict(spec, spec.findings)
         if args.target is not None:
-            plan = assembly.plan(spec, formats.read_target(args.target))
+            plan = assembly.plan(spec, formats.read_target(args.target, revision=args.target_revision))
             findings = plan.findings
     except CheckpointError as error:
         if not args.json:
             raise
         findings = (*(spec.findings if spec else ()), *error.findings)
     if args.weights and spec is not None:
-        local = Path(args.target).expanduser() if args.target is not None else None
-        findings += formats.check_values(spec, local if local and local.is_dir() else None, progress=_progress)
+        findings += formats.check_values(
+            spec, args.target if plan else None, target_revision=args.target_revision, progress=_progress
+        )
     if args.json:
         print(json.dumps(_as_json(spec, plan, findings), indent=2))
     elif spec is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_eagle3_ext.formats.folder import headers, load_tensors
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.folder import headers, load_tensors, locate
 from sglang_eagle3_ext.spec import DraftSpec, Finding
 
 if TYPE_CHECKING:
@@ -17,15 +19,18 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "language_model.embed_tokens.weight"
 
 def check_values(
     spec: DraftSpec,
-    target: Path | None = None,
+    target: str | os.PathLike[str] | None = None,
     *,
+    target_revision: str | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> tuple[Finding, ...]:
     """Look at every value of a draft once, one tensor in memory at a time.
 
     Args:
         spec: the draft.
-        target: local folder of the target, to compare the draft's own embedding with the target's.
+        target: local folder or Hub id of the target, to compare the draft's own embedding with the target's;
+            weights that are not on this machine are not fetched for it.
+        target_revision: branch, tag or commit of a Hub id; ignored for a local folder.
         progress: wraps the tensors' names while they are read, to show progress.
 
     Returns:
@@ -49,17 +54,32 @@ def check_values(
                 )
             )
         if spec.embed == "own" and target is not None and spec.weights.get(name) == "embed_tokens.weight":
-            findings += _compare_embedding(name, tensor, spec, target)
+            findings += _compare_embedding(name, tensor, spec, target, target_revision)
     return tuple(findings)
 
 
-def _compare_embedding(name: str, own: Tensor, spec: DraftSpec, target: Path) -> list[Finding]:
+def _compare_embedding(
+    name: str, own: Tensor, spec: DraftSpec, target: str | os.PathLike[str], revision: str | None
+) -> list[Finding]:
     """Say whether the draft's own embedding is a copy of the target's."""
     import torch
 
-    stored = headers(target, [])
-    key = next((key for key in stored if key.endswith(_EMBEDDINGS)), None)
     place = f"{spec.path}/{spec.tensors[name].file}:{name}"
+    folder = locate(target, revision, weights=False)
+    try:
+        stored = headers(folder, [])
+    except CheckpointError as error:
+        if {f.code for f in error.findings} - {"no_weights", "shard_absent"}:
+            raise
+        return [
+            Finding(
+                "info",
+                "embedding_not_compared",
+                f"{place}: got no weights of {target} on this machine; expected them to compare with. The draft's own "
+                "is used; to compare, name a local folder of the target with its weights.",
+            )
+        ]
+    key = next((key for key in stored if key.endswith(_EMBEDDINGS)), None)
     if key is None or stored[key].shape != tuple(own.shape):
         got = "no embedding" if key is None else f"an embedding of shape {list(stored[key].shape)}"
         return [
@@ -70,7 +90,7 @@ def _compare_embedding(name: str, own: Tensor, spec: DraftSpec, target: Path) ->
                 "draft's own is used; nothing to do.",
             )
         ]
-    _, theirs = next(load_tensors(target, {key: stored[key]}))
+    _, theirs = next(load_tensors(folder, {key: stored[key]}))
     if torch.equal(own, theirs.to(own.dtype)):
         return [
             Finding(

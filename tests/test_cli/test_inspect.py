@@ -278,6 +278,35 @@ def test_weights_says_when_it_cannot_compare(tmp_path, capsys):
     assert "embedding_not_compared" in [f["code"] for f in result["findings"]]
 
 
+@pytest.mark.parametrize("left", ["nothing", "index"])
+def test_a_target_on_the_hub_is_read_at_its_revision_and_its_weights_are_not_fetched(
+    tmp_path, capsys, monkeypatch, left
+):
+    import huggingface_hub
+
+    target = write_target(tmp_path / "t")
+    (target / "model.safetensors").unlink()
+    if left == "index":
+        index = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00001.safetensors"}}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    asked = []
+
+    def snapshot_download(repo, *, revision, allow_patterns):
+        asked.append((repo, revision, allow_patterns))
+        return str(target)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    draft = write_draft(tmp_path / "d", "speculators")
+    code, result = as_json(
+        capsys, draft, "--weights", "--target", "some/target", "--target-revision", "v7", "--revision", "v1"
+    )
+    assert code == 0
+    assert set(map(str, asked)) == {str(("some/target", "v7", ["*.json"]))}
+    found = {f["code"]: f for f in result["findings"]}
+    assert found["embedding_not_compared"]["severity"] == "info"
+    assert "got no weights of some/target on this machine" in found["embedding_not_compared"]["message"]
+
+
 # The process
 
 
