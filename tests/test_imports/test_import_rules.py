@@ -68,9 +68,7 @@ def imports_of(module: str, source: str, is_package: bool) -> Iterator[tuple[str
         elif isinstance(node, ast.ImportFrom):
             parts = module.split(".")
             keep = len(parts) + is_package - node.level
-            base = (
-                ".".join([*parts[:keep], *filter(None, [node.module])]) if node.level else node.module or ""
-            )
+            base = ".".join([*parts[:keep], *filter(None, [node.module])]) if node.level else node.module or ""
             for alias in node.names:
                 yield f"{base}.{alias.name}", node, eager
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
@@ -189,9 +187,7 @@ def test_everything_but_host_and_kernels_imports_without_triton():
 
 
 def test_nouns_formats_and_command_line_import_without_torch():
-    loaded = import_without(
-        {"torch", "triton", "sglang"}, modules_of("__init__", "spec", "errors", "formats", "cli")
-    )
+    loaded = import_without({"torch", "triton", "sglang"}, modules_of("__init__", "spec", "errors", "formats", "cli"))
     assert not loaded & {"torch", "triton", "sglang"}
 
 

@@ -108,9 +108,7 @@ def test_wheel_is_used_inside_the_source_tree_too(site: Path):
 
 
 def test_importing_the_package_loads_no_torch(site: Path, tmp_path: Path):
-    assert not json.loads(run(sys.executable, "-P", "-c", REPORT, cwd=tmp_path, PYTHONPATH=str(site)))[
-        "torch"
-    ]
+    assert not json.loads(run(sys.executable, "-P", "-c", REPORT, cwd=tmp_path, PYTHONPATH=str(site)))["torch"]
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
