@@ -40,15 +40,20 @@ STEPS = 3
 STEP_WEIGHT = 0.8
 
 
-def choose_vocabulary(sequences: list[Sequence], size: int, vocabulary: int) -> tuple[list[int], list[int], float]:
-    """Choose the target's tokens that the draft can propose: the most frequent first, then the lowest ids.
+@torch.no_grad()
+def choose_vocabulary(
+    sequences: list[Sequence], embedding: Tensor, size: int, sample: int = 16384
+) -> tuple[list[int], list[int], float]:
+    """Choose the target's tokens that the draft can propose: what was generated first, then what might have been.
 
-    A byte-pair vocabulary is numbered by merge order, so low ids are common tokens in general text.
+    Counts of generated tokens say nothing about words of topics that no prompt named. The probability that the target
+    gave to a token without choosing it does, and covers new topics better than the lowest ids of the vocabulary.
 
     Args:
         sequences: training sequences; their generated parts are counted.
+        embedding: the target's embedding, which is its head, too [V, H].
         size: number of tokens to choose.
-        vocabulary: size of the target's vocabulary.
+        sample: positions, evenly spread, at which the target's distribution is computed.
 
     Returns:
         The ids, ascending; the same ids, most frequent first; the share of generated tokens they cover.
@@ -56,13 +61,19 @@ def choose_vocabulary(sequences: list[Sequence], size: int, vocabulary: int) -> 
     counts: collections.Counter[int] = collections.Counter()
     for s in sequences:
         counts.update(s.ids[s.prompt_length :].tolist())
-    frequent = [token for token, _ in counts.most_common(size)]
-    chosen = dict.fromkeys(frequent)
-    for token in range(vocabulary):
+    total = sum(counts.values())
+    step = max(1, total // sample)
+    probability, first = torch.zeros(len(embedding)), 0
+    for s in sequences:
+        states = s.final[s.prompt_length - 1 + first : len(s.ids) - 1 : step]
+        first = (first - (len(s.ids) - s.prompt_length)) % step
+        probability += (states.float() @ embedding.T).softmax(-1).sum(0)
+    chosen = dict.fromkeys(token for token, _ in counts.most_common(size))
+    for token in probability.argsort(descending=True).tolist():
         if len(chosen) == size:
             break
         chosen.setdefault(token)
-    return sorted(chosen), list(chosen), sum(counts[t] for t in chosen) / sum(counts.values())
+    return sorted(chosen), list(chosen), sum(counts[t] for t in chosen) / total
 
 
 def batches(sequences: list[Sequence], size: int, rng: random.Random) -> list[list[int]]:
@@ -176,7 +187,7 @@ class Run:
         weights = load_file(arguments.model / "model.safetensors")
         self.embedding = weights["model.embed_tokens.weight"].float()
         if saved is None:
-            ids, by_frequency, coverage = choose_vocabulary(self.sequences, arguments.vocabulary, config["vocab_size"])
+            ids, by_frequency, coverage = choose_vocabulary(self.sequences, self.embedding, arguments.vocabulary)
             kept = set(ids)
             held_out = [t for s in self.held_out for t in s.ids[s.prompt_length :].tolist()]
             self.log: dict[str, Any] = {
