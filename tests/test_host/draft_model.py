@@ -1,0 +1,950 @@
+"""The drop-in draft class, built and loaded by SGLang itself, against the reference; run by ``test_draft_model.py``.
+
+Everything is SGLang's own (config, loader, layers, logits processor) but for the attention over the cache, whose
+stand-in here is plain causal attention over the queries, keys and values that SGLang's layer hands to it.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read when SGLang is imported, which is why these tests have a process of their own.
+os.environ["SGLANG_PLATFORM"] = "eagle3_ext"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import itertools
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import write_draft, write_target
+from safetensors.torch import load_file
+from torch import nn
+
+from sglang_eagle3_ext import reference
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec
+
+pytestmark = pytest.mark.host
+
+E, M, VOCAB, LAYERS = 32, 32, 96, 8
+"""Width of the draft and of the target, the target's vocabulary and its layers, unless a case says otherwise."""
+
+
+# ---- SGLang's runtime ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Bring one process of SGLang up as a scheduler is brought up: plugins, settings, groups, operators."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    assert type(current_platform).__name__ == "Eagle3CpuPlatform"
+    folder = write_target(tmp_path_factory.mktemp("served"))
+    settings = ServerArgs(model_path=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        backend="gloo",
+        distributed_init_method=f"tcp://127.0.0.1:{port}",
+    )
+    initialize_model_parallel()
+    current_platform.init_backend()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Target(NamedTuple):
+    """What a draft may borrow: the target's config as SGLang reads it, its embedding and its head."""
+
+    config: Any
+    embed: nn.Module
+    head: nn.Module
+
+
+@pytest.fixture(scope="session")
+def targets(runtime: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Target]:
+    """Make targets by their width."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    made: dict[int, Target] = {}
+
+    def target(width: int) -> Target:
+        if width not in made:
+            folder = write_target(tmp_path_factory.mktemp("target"), hidden=width, num_layers=LAYERS)
+            stored = load_file(folder / "model.safetensors")
+            embed, head = VocabParallelEmbedding(VOCAB, width), ParallelLMHead(VOCAB, width)
+            embed.weight.weight_loader(embed.weight, stored["model.embed_tokens.weight"])
+            head.weight.weight_loader(head.weight, stored["lm_head.weight"])
+            made[width] = Target(ModelConfig(str(folder)), embed, head)
+        return made[width]
+
+    return target
+
+
+class CausalAttention(nn.Module):
+    """Stand in for attention over the cache of one request: each row sees itself and all rows before it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.scale = layer.scaling
+        self.heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
+        # SGLang counts the tokens before the query.
+        self.window = None if layer.sliding_window_size == -1 else layer.sliding_window_size
+        self.keys = self.values = torch.empty(0)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip((q, k, v), self.heads, strict=True))
+        self.keys = torch.cat([self.keys, k]) if len(self.keys) else k
+        self.values = torch.cat([self.values, v]) if len(self.values) else v
+        distance = torch.arange(len(self.keys) - len(q), len(self.keys))[:, None] - torch.arange(len(self.keys))
+        visible = distance >= 0
+        if self.window is not None:
+            visible &= distance <= self.window
+        q, keys, values = (x.transpose(0, 1) for x in (q, self.keys, self.values))
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=visible, scale=self.scale, enable_gqa=True
+        )
+        return mixed.transpose(0, 1).flatten(1)
+
+
+@dataclass
+class Served:
+    """A draft as SGLang has it after loading, and the same draft in the reference."""
+
+    model: Any
+    plan: AssemblyPlan
+    reference: reference.ReferenceDraft
+    target: Target
+
+    @property
+    def spec(self) -> DraftSpec:
+        return self.plan.spec
+
+    def in_capture_order(self, features: torch.Tensor) -> torch.Tensor:
+        """Put features [T, K*M] from fc column order into the order in which the target emits them."""
+        if not self.spec.num_sources:
+            return features
+        blocks = features.unflatten(-1, (self.spec.num_sources, -1))
+        order = [self.plan.boundaries.index(boundary) for boundary in self.plan.capture]
+        return torch.cat([blocks[:, k] for k in order], dim=-1)
+
+    def features(self, rows: int, seed: int = 3) -> torch.Tensor:
+        """Draw features in fc column order, the sources of clearly different size."""
+        generator = torch.Generator().manual_seed(seed)
+        count = max(self.spec.num_sources, 1)
+        size = 0.5 + torch.arange(count)
+        return (torch.randn(rows, count, self.spec.target_hidden_size, generator=generator) * size[:, None]).flatten(1)
+
+
+def put_attention(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attn = CausalAttention(layer.self_attn.attn)
+
+
+def draft_config(folder: Path, override: Mapping[str, Any] | None = None, dtype: str = "float32") -> Any:
+    """Let SGLang read a draft's config."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig(
+        str(folder),
+        dtype=dtype,
+        is_draft_model=True,
+        speculative_algorithm="EAGLE3",
+        model_override_args=json.dumps({} if override is None else {"eagle3_ext": override}),
+    )
+
+
+def resolve(config: Any, target: Target) -> AssemblyPlan:
+    """Fit draft and target together as SGLang's start does."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_eagle3_ext.host import config as host_config
+
+    result = SimpleNamespace(draft_model_config=config)
+    host_config.resolve_plan(
+        result,
+        server_args=None,
+        model_config=target.config,
+        spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE3"),
+        is_draft_worker=False,
+    )
+    plan = host_config.plan_of(getattr(config.hf_config, host_config.DRAFT_KEY))
+    assert plan is not None
+    assert result.eagle_use_aux_hidden_state is (plan.spec.num_sources > 0)
+    return plan
+
+
+def build(config: Any) -> Any:
+    """Let SGLang build the draft and read its weights."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.platforms import current_platform
+
+    model = DefaultModelLoader(LoadConfig()).load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+    current_platform.post_load_model(model)
+    return model
+
+
+def share(model: Any, target: Target) -> None:
+    """Give the draft what it borrows, with the question that SGLang's worker asks."""
+    if model.load_lm_head_from_target:
+        model.set_embed_and_head(target.embed.weight, target.head.weight)
+    else:
+        model.set_embed(target.embed.weight)
+
+
+def serve(
+    folder: Path, target: Target, override: Mapping[str, Any] | None = None, dtype: str = "float32"
+) -> Served:
+    """Bring a draft to where SGLang would run its first pass."""
+    config = draft_config(folder, override, dtype)
+    plan = resolve(config, target)
+    model = build(config)
+    assert type(model).__module__ == "sglang_eagle3_ext.host.models.llama_eagle3"
+    share(model, target)
+    put_attention(model)
+    return Served(model, plan, refer(plan.spec, target), target)
+
+
+def refer(spec: DraftSpec, target: Target) -> reference.ReferenceDraft:
+    embed, head = target.embed.weight.data[:VOCAB], target.head.weight.data[:VOCAB]
+    return reference.load(spec, embed=embed, lm_head=head)
+
+
+@pytest.fixture(params=["on", "off"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Serve with the kernels' twins, and with stock's operators."""
+    monkeypatch.setenv("EAGLE3_EXT_KERNELS", request.param)
+    return str(request.param)
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """One pass of a draft: its mode, the positions of its rows and the tokens they read."""
+
+    mode: str
+    positions: range
+    tokens: torch.Tensor
+
+
+def passes() -> list[Pass]:
+    """A prompt in two parts, the rows after a verification, and three recurrent passes."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))
+    cuts = [("EXTEND", 5), ("EXTEND", 1), ("DRAFT_EXTEND_V2", 3), ("DECODE", 1), ("DECODE", 1), ("DECODE", 1)]
+    starts = [0, *itertools.accumulate(rows for _, rows in cuts)]
+    return [
+        Pass(mode, range(start, start + rows), ids[start : start + rows])
+        for start, (mode, rows) in zip(starts, cuts, strict=False)
+    ]
+
+
+def batch(mode: str, states: torch.Tensor) -> Any:
+    """Make what the draft and SGLang's logits processor look at in a batch of one request."""
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+    made: Any = LogitsMetadata(
+        ForwardMode[mode], CaptureHiddenMode.FULL, extend_seq_lens=torch.tensor([len(states)])
+    )
+    made.spec_info = SimpleNamespace(hidden_states=states)
+    made.contains_mm_inputs = lambda: False
+    return made
+
+
+def run_served(model: Any, steps: list[Pass], states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run passes in SGLang; return the logits (of the last row in a prefill) and the recurring states of each."""
+    seen = []
+    recurring = states[:0]
+    for step in steps:
+        rows = list(step.positions)
+        given = recurring if step.mode == "DECODE" else states[rows]
+        out = model(step.tokens, torch.tensor(rows), batch(step.mode, given))
+        seen.append((out.next_token_logits, out.hidden_states))
+        recurring = out.hidden_states[-1:]
+    return seen
+
+
+def run_reference(
+    draft: reference.ReferenceDraft, steps: list[Pass], features: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run the same passes in the reference, from features in fc column order."""
+    seen = []
+    cache = reference.KVCache(draft.spec, draft.dtype)
+    recurring = features[:0]
+    for step in steps:
+        rows = torch.tensor(list(step.positions))
+        given = recurring if step.mode == "DECODE" else draft.project(features[rows])
+        out = draft.forward(step.tokens, given, rows, cache)
+        seen.append((out.logits[-1:] if step.mode == "EXTEND" else out.logits, out.state))
+        recurring = out.state[-1:]
+    return seen
+
+
+def distance(
+    some: list[tuple[torch.Tensor, torch.Tensor]], others: list[tuple[torch.Tensor, torch.Tensor]]
+) -> float:
+    """Return the largest difference of any logit or state, in units of the largest value of its kind."""
+    worst = 0.0
+    for kind in (0, 1):
+        size = max(float(step[kind].abs().max()) for step in others)
+        for mine, theirs in zip(some, others, strict=True):
+            assert mine[kind].shape == theirs[kind].shape
+            worst = max(worst, float((mine[kind] - theirs[kind]).abs().max()) / size)
+    return worst
+
+
+CLOSE = 2e-5
+"""Two float32 computations of one draft lie nearer than this; another draft lies a hundred times as far."""
+
+
+# ---- drafts -------------------------------------------------------------------------------------------------------
+
+
+def random(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def norm(width: int, seed: int = 7) -> torch.Tensor:
+    return 1 + 0.5 * random(width, seed=seed)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One draft.
+
+    Attributes:
+        write: sizes and dialect, for ``write_draft``.
+        config: changes of its config.
+        tensors: changes of its tensors.
+        ext: its ``eagle3_ext`` object.
+        says: fields of the spec (dotted) that make this variant, so that each is what its name says.
+        unlike: the values of fields with which it would be another draft, for the test to be able to fail.
+        tolerance: how near the reference it must be.
+    """
+
+    write: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    ext: Mapping[str, Any] = field(default_factory=dict)
+    says: Mapping[str, Any] = field(default_factory=dict)
+    unlike: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = CLOSE
+
+    def at(self, folder: Path) -> Path:
+        config = dict(self.config) | ({"eagle3_ext": dict(self.ext)} if self.ext else {})
+        return write_draft(folder, **self.write, config_changes=config, tensor_changes=self.tensors)
+
+
+def read_field(spec: DraftSpec, name: str) -> Any:
+    value: Any = spec
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def change_fields(spec: DraftSpec, changes: Mapping[str, Any]) -> DraftSpec:
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        spec = replace(spec, **{first: replace(getattr(spec, first), **{rest: value}) if rest else value})
+    return spec
+
+
+def biases(where: str, **widths: int) -> dict[str, torch.Tensor | None]:
+    return {f"{where}.{name}.bias": random(width, seed=len(name)) for name, width in widths.items()}
+
+
+PERMUTED = {"sources": ["layer5", "embed", "layer2"]}
+ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
+QKV_BIAS = biases(ATTENTION, q_proj=48, k_proj=24, v_proj=24)
+O_BIAS = biases(ATTENTION, o_proj=E)
+MLP_BIAS = biases(MLP, gate_proj=40, up_proj=40, down_proj=E)
+FC_BIAS: dict[str, torch.Tensor | None] = {"fc.bias": random(E)}
+FC_NORMS: dict[str, torch.Tensor | None] = {f"fc_norm.{i}.weight": norm(M, seed=i) for i in range(3)}
+INPUT_NORM: dict[str, torch.Tensor | None] = {"input_norm.weight": norm(3 * M)}
+QK_NORMS: dict[str, torch.Tensor | None] = {f"{ATTENTION}.{p}_norm.weight": norm(12, seed=ord(p)) for p in "qk"}
+HEAD_DELETED: dict[str, torch.Tensor | None] = {"lm_head.weight": None}
+OWN_EMBED: dict[str, torch.Tensor | None] = {"embed_tokens.weight": random(VOCAB, E)}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+VARIANTS = {
+    "plain": Variant(),
+    "eagle_repository": Variant({"dialect": "eagle"}, says={"architecture": "LlamaForCausalLM"}),
+    "speculators": Variant(
+        {"dialect": "speculators"},
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]},
+        says={"format": "speculators", "rope.theta": 500000.0, "embed": "own"},
+    ),
+    "speculators_residual": Variant(
+        {"dialect": "speculators"},
+        {"norm_before_residual": True},
+        says={"norms.residual": "post_norm"},
+        unlike={"norms.residual": "pre_norm"},
+    ),
+    # -- sources
+    "permuted": Variant(ext=PERMUTED),
+    "one_source": Variant({"num_sources": 1}, ext={"sources": ["layer3"]}, says={"fc_in": E}),
+    "one_source_by_id": Variant(
+        {"num_sources": 1},
+        {"eagle_config.eagle_aux_hidden_state_layer_ids": [3], "num_aux_hidden_states": 1},
+        says={"num_sources": 1},
+    ),
+    "two_sources": Variant({"num_sources": 2}, ext={"sources": ["last", "layer1"]}, says={"num_sources": 2}),
+    "five_sources": Variant(
+        {"num_sources": 5},
+        ext={"sources": ["final_norm", "layer6", "embed", "boundary4", "layer0"]},
+        says={"num_sources": 5},
+    ),
+    "no_fc": Variant(
+        config={"eagle_config.use_aux_hidden_state": False},
+        tensors={"fc.weight": None},
+        says={"num_sources": 0, "fc_in": None},
+    ),
+    # -- norms
+    "norms_per_source": Variant(
+        config={"fc_norm": True},
+        tensors=FC_NORMS,
+        says={"norms.around_fc": "per_source"},
+        unlike={"norms.around_fc": "none"},
+    ),
+    "norms_per_source_permuted": Variant(
+        config={"fc_norm": True}, tensors=FC_NORMS, ext=PERMUTED, says={"norms.around_fc": "per_source"}
+    ),
+    "norm_over_all": Variant(
+        config={"norm_before_fc": True},
+        tensors=INPUT_NORM,
+        says={"norms.around_fc": "concatenation"},
+        unlike={"norms.around_fc": "none"},
+    ),
+    "norm_over_all_permuted": Variant(
+        config={"norm_before_fc": True}, tensors=INPUT_NORM, ext=PERMUTED, says={"norms.around_fc": "concatenation"}
+    ),
+    "residual_after_norm": Variant(
+        ext={"residual": "post_norm"},
+        says={"norms.residual": "post_norm"},
+        unlike={"norms.residual": "pre_norm"},
+    ),
+    "state_after_norm": Variant(
+        config={"norm_output": True},
+        says={"norms.recurrent_state": "post_norm"},
+        unlike={"norms.recurrent_state": "pre_norm"},
+    ),
+    "both_after_norm_permuted": Variant(
+        ext={"residual": "post_norm", "recurrent_state": "post_norm", **PERMUTED},
+        says={"norms.residual": "post_norm", "norms.recurrent_state": "post_norm"},
+    ),
+    "no_final_norm": Variant(
+        config={"use_last_layernorm": False},
+        tensors={"norm.weight": None},
+        says={"norms.final_norm": False},
+    ),
+    "final_norm_switched_off_by_producer": Variant(
+        config={"norm_output": False}, ext={"producer": "specforge"}, says={"norms.final_norm": False}
+    ),
+    # -- biases
+    "qkv_bias": Variant(
+        config={"attention_bias": True},
+        tensors=QKV_BIAS,
+        says={"attention.qkv_bias": True, "attention.o_bias": False},
+        unlike={"attention.qkv_bias": False},
+    ),
+    "qkv_bias_unflagged": Variant(tensors=QKV_BIAS, says={"attention.qkv_bias": True}),
+    "o_bias": Variant(
+        config={"attention_bias": True},
+        tensors=O_BIAS,
+        says={"attention.o_bias": True, "attention.qkv_bias": False},
+        unlike={"attention.o_bias": False},
+    ),
+    "fc_bias": Variant(
+        config={"bias": True},
+        tensors=FC_BIAS,
+        says={"fc_bias": True, "attention.o_bias": False},
+        unlike={"fc_bias": False},
+    ),
+    "mlp_bias": Variant(
+        config={"mlp_bias": True}, tensors=MLP_BIAS, says={"mlp_bias": True}, unlike={"mlp_bias": False}
+    ),
+    "every_bias": Variant(
+        config={"bias": True, "attention_bias": True, "mlp_bias": True},
+        tensors=QKV_BIAS | O_BIAS | FC_BIAS | MLP_BIAS,
+        says={"fc_bias": True, "mlp_bias": True, "attention.qkv_bias": True, "attention.o_bias": True},
+    ),
+    "no_bias_behind_the_flags": Variant(
+        config={"bias": True, "attention_bias": True, "mlp_bias": True},
+        says={"fc_bias": False, "mlp_bias": False, "attention.qkv_bias": False, "attention.o_bias": False},
+    ),
+    # -- attention and layers
+    "qk_norms": Variant(
+        config={"model_type": "qwen3"},
+        tensors=QK_NORMS,
+        says={"attention.qk_norm": True},
+        unlike={"attention.qk_norm": False},
+    ),
+    "speculators_qk_norms": Variant(
+        {"dialect": "speculators", "layers": 2},
+        {"transformer_layer_config.model_type": "qwen3"},
+        {f"layers.{i}.self_attn.{p}_norm.weight": norm(12, seed=i + ord(p)) for i in (0, 1) for p in "qk"},
+        says={"attention.qk_norm": True, "attention.num_layers": 2},
+        unlike={"attention.qk_norm": False},
+    ),
+    "two_layers": Variant({"layers": 2}, says={"attention.num_layers": 2}),
+    "two_layers_post_norm_biases": Variant(
+        {"layers": 2},
+        {"attention_bias": True},
+        QKV_BIAS | O_BIAS | biases("layers.1.self_attn", q_proj=48, k_proj=24, v_proj=24, o_proj=E),
+        {"residual": "post_norm"},
+        says={"attention.num_layers": 2, "attention.o_bias": True},
+        unlike={"norms.residual": "pre_norm"},
+    ),
+    "second_layer_as_stock_spells_it": Variant(
+        {"layers": 2},
+        tensors={"layers.1.input_layernorm.weight": None, "layers.1.hidden_norm.weight": norm(E)},
+        says={"attention.num_layers": 2},
+    ),
+    "layer_count_of_the_target": Variant(config={"num_hidden_layers": LAYERS}, says={"attention.num_layers": 1}),
+    "window": Variant(
+        config={"sliding_window": 3, "use_sliding_window": True},
+        says={"attention.sliding_window": 3},
+        unlike={"attention.sliding_window": 4},
+    ),
+    "as_many_kv_heads_as_heads": Variant({"kv_heads": 4}, says={"attention.kv_heads": 4}),
+    # -- rope
+    "rope_theta_overridden": Variant(
+        ext={"rope_theta": 31.0}, says={"rope.theta": 31.0}, unlike={"rope.theta": 10000.0}
+    ),
+    "rope_linear": Variant(
+        config={"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, unlike={"rope.scaling": None}
+    ),
+    "rope_llama3": Variant(config={"rope_scaling": LLAMA3}, unlike={"rope.scaling": None}),
+    "rope_llama3_overridden": Variant(ext={"rope_scaling": LLAMA3}, unlike={"rope.scaling": None}),
+    "rope_partial": Variant(
+        config={"partial_rotary_factor": 0.5},
+        says={"rope.partial_rotary_factor": 0.5},
+        unlike={"rope.partial_rotary_factor": 1.0},
+    ),
+    # -- embedding, head, vocabulary
+    "own_embedding": Variant(tensors=OWN_EMBED, says={"embed": "own"}, unlike={"embed": "target"}),
+    "embedding_left_out": Variant(tensors=OWN_EMBED, ext={"embed": "target"}, says={"embed": "target"}),
+    "tied_to_own_embedding": Variant(
+        {"draft_vocab": VOCAB},
+        {"tie_word_embeddings": True},
+        HEAD_DELETED | OWN_EMBED,
+        says={"lm_head": "tied", "embed": "own"},
+        unlike={"embed": "target"},
+    ),
+    "tied_to_the_targets_embedding": Variant(
+        {"draft_vocab": VOCAB},
+        {"tie_word_embeddings": True},
+        HEAD_DELETED,
+        says={"lm_head": "tied", "embed": "target"},
+        unlike={"lm_head": "target"},
+    ),
+    "tied_flag_beside_a_head": Variant(config={"tie_word_embeddings": True}, says={"lm_head": "own"}),
+    "head_of_the_target": Variant(
+        {"draft_vocab": VOCAB},
+        {"draft_vocab_size": None},
+        HEAD_DELETED,
+        says={"lm_head": "target"},
+        unlike={"lm_head": "tied"},
+    ),
+    "head_of_the_target_own_embedding": Variant(
+        {"draft_vocab": VOCAB},
+        {"draft_vocab_size": None},
+        HEAD_DELETED | OWN_EMBED,
+        says={"lm_head": "target", "embed": "own"},
+        unlike={"embed": "target"},
+    ),
+    "head_left_out": Variant(
+        {"draft_vocab": VOCAB}, ext={"lm_head": "target"}, says={"lm_head": "target", "vocab.map": "none"}
+    ),
+    "wider_target": Variant({"target_hidden": 48}, says={"target_hidden_size": 48, "embed": "own"}),
+    "wider_target_permuted": Variant(
+        {"target_hidden": 48}, {"fc_norm": True}, {f"fc_norm.{i}.weight": norm(48, i) for i in range(3)}, PERMUTED
+    ),
+    "narrower_target_one_source": Variant(
+        {"target_hidden": 16, "num_sources": 2}, ext={"sources": ["layer6", "layer1"]}, says={"fc_in": E}
+    ),
+    "absolute_map": Variant(
+        tensors={"d2t": torch.arange(37) * 2 + 5, "t2d": None},
+        ext={"vocab_map": "absolute"},
+        says={"vocab.map": "absolute"},
+    ),
+    "no_map": Variant({"draft_vocab": VOCAB}, says={"vocab.map": "none", "lm_head": "own"}),
+    "map_over_the_whole_vocabulary": Variant(
+        {"draft_vocab": VOCAB}, tensors={"d2t": torch.zeros(VOCAB, dtype=torch.int64)}, says={"vocab.map": "offset"}
+    ),
+    "widths_that_divide_nothing": Variant(
+        {
+            "hidden": 30,
+            "target_hidden": 40,
+            "heads": 3,
+            "kv_heads": 1,
+            "head_dim": 14,
+            "intermediate": 22,
+            "draft_vocab": 65,
+        },
+        ext=PERMUTED,
+        says={"hidden_size": 30},
+    ),
+}
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+@every_variant
+def test_passes_equal_the_reference(
+    variant: Variant, kernels: str, targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    target = targets(variant.write.get("target_hidden", M))
+    served = serve(variant.at(tmp_path), target)
+    spec, model = served.spec, served.model
+    assert {name: read_field(spec, name) for name in variant.says} == variant.says
+    assert model.model.fused is (kernels == "on")
+
+    features = served.features(9)
+    states = served.in_capture_order(features)
+    projected = served.reference.project(features)
+    torch.testing.assert_close(model.model.project(states), projected, rtol=1e-5, atol=CLOSE * float(projected.abs().max()))
+    if not served.plan.is_identity:
+        assert not torch.allclose(model.model.project(features), projected, atol=1e-2)
+
+    wanted = run_reference(served.reference, passes(), features)
+    assert distance(run_served(model, passes(), states), wanted) < variant.tolerance
+    if variant.unlike:
+        other = refer(change_fields(spec, variant.unlike), target)
+        assert distance(run_reference(other, passes(), features), wanted) > 100 * CLOSE
+
+    ids = torch.arange(spec.vocab.draft)
+    if spec.vocab.map == "none":
+        assert model.hot_token_id is None
+    else:
+        assert torch.equal(model.hot_token_id, served.reference.to_target(ids))
+
+
+@every_variant
+def test_what_equals_stock_has_stocks_own_bits(
+    variant: Variant, targets: Callable[[int], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the plan says that stock computes the same draft, stock does, bit for bit, without our kernels."""
+    from sglang.srt.models import llama_eagle3 as stock
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.utils.hf_transformers import config as parsing
+
+    target = targets(variant.write.get("target_hidden", M))
+    folder = variant.at(tmp_path)
+    monkeypatch.setenv("EAGLE3_EXT_KERNELS", "off")
+    served = serve(folder, target)
+    if not served.plan.equals_stock:
+        assert served.plan.differences
+        return
+    theirs = stock.LlamaForCausalLMEagle3(parsing.get_config(str(folder), trust_remote_code=False))
+    theirs.load_weights(load_file(folder / "model.safetensors").items())
+    current_platform.post_load_model(theirs)
+    share(theirs, target)
+    put_attention(theirs)
+    states = served.in_capture_order(served.features(9))
+    for mine, his in zip(
+        run_served(served.model, passes(), states), run_served(theirs.eval(), passes(), states), strict=True
+    ):
+        assert torch.equal(mine[0], his[0])
+        assert torch.equal(mine[1], his[1])
+
+
+def test_some_variants_equal_stock(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    """The test before means something only where there are such plans."""
+    equal = {
+        name for name, v in VARIANTS.items() if "target_hidden" not in v.write
+        and resolve(draft_config(v.at(tmp_path / name)), targets(M)).equals_stock
+    }  # fmt: skip
+    assert {"plain", "norms_per_source", "norm_over_all", "state_after_norm", "head_of_the_target"} <= equal
+    assert not equal & {"permuted", "residual_after_norm", "qk_norms", "no_final_norm", "absolute_map"}
+
+
+# ---- what is borrowed ---------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_equal_to_the_targets_is_shared(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    target = targets(M)
+    own = target.embed.weight.data[:VOCAB].clone()
+    served = serve(Variant(tensors={"embed_tokens.weight": own}).at(tmp_path / "equal"), target)
+    assert served.model.model.embed_tokens.weight is target.embed.weight
+    assert served.model.embed_origin == "the target's (its own is equal)"
+    own[17, 3] += 0.25
+    served = serve(Variant(tensors={"embed_tokens.weight": own}).at(tmp_path / "different"), target)
+    assert served.model.embed_origin == "its own"
+    assert torch.equal(served.model.model.embed_tokens.weight[:VOCAB], own)
+
+
+def test_what_is_borrowed_is_the_targets_own_tensor(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    target = targets(M)
+    served = serve(VARIANTS["head_of_the_target"].at(tmp_path / "head"), target)
+    assert served.model.lm_head.weight is target.head.weight
+    assert served.model.model.embed_tokens.weight is target.embed.weight
+    served = serve(VARIANTS["tied_to_the_targets_embedding"].at(tmp_path / "tied"), target)
+    assert served.model.lm_head.weight is target.embed.weight
+    served = serve(VARIANTS["wider_target"].at(tmp_path / "wider"), targets(48))
+    assert served.model.model.embed_tokens.weight.shape[1] == E
+
+
+# ---- what SGLang is told ------------------------------------------------------------------------------------------
+
+
+@every_variant
+def test_sglang_sizes_its_buffers_from_the_draft(
+    variant: Variant, targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    config = draft_config(variant.at(tmp_path))
+    spec = resolve(config, targets(variant.write.get("target_hidden", M))).spec
+    assert config.hf_config.architectures == ["LlamaForCausalLMEagle3"]
+    assert config.hidden_size == spec.hidden_size
+    assert config.num_hidden_layers == config.num_attention_layers == spec.attention.num_layers
+    assert config.num_attention_heads == spec.attention.heads
+    assert config.get_num_kv_heads(1) == spec.attention.kv_heads
+    assert config.head_dim == spec.attention.head_dim
+    assert config.vocab_size == VOCAB
+
+
+def test_the_command_line_wins(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    folder = Variant(ext=PERMUTED).at(tmp_path)
+    served = serve(folder, targets(M), {"sources": ["layer2", "layer5", "embed"]})
+    assert served.plan.boundaries == (3, 6, 0)
+    features = served.features(4)
+    torch.testing.assert_close(
+        served.model.model.project(served.in_capture_order(features)), served.reference.project(features)
+    )
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------
+
+
+class Loading(NamedTuple):
+    """A draft that SGLang has built and not yet loaded, and the tensors of its file."""
+
+    model: Any
+    tensors: dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def loading(targets: Callable[[int], Target], tmp_path: Path) -> Loading:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import _initialize_model
+
+    folder = Variant(config={"fc_norm": True}, tensors=FC_NORMS, ext=PERMUTED).at(tmp_path)
+    config = draft_config(folder)
+    resolve(config, targets(M))
+    return Loading(_initialize_model(config, LoadConfig()), load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("stranger", ["midlayer.self_attn.gate.weight", "model.layers.4.mlp.up_proj.weight"])
+def test_a_tensor_without_a_home_is_refused(loading: Loading, stranger: str) -> None:
+    with pytest.raises(CheckpointError, match=stranger.replace(".", r"\.")):
+        loading.model.load_weights([*loading.tensors.items(), (stranger, torch.zeros(3, 3))])
+
+
+@pytest.mark.parametrize(
+    ("absent", "names"),
+    [
+        ("fc.weight", ["model.fc.weight"]),
+        ("norm.weight", ["model.norm.weight"]),
+        ("lm_head.weight", ["lm_head.weight"]),
+        ("midlayer.hidden_norm.weight", ["model.layers.0.hidden_norm.weight"]),
+        ("midlayer.self_attn.k_proj.weight", ["model.layers.0.self_attn.qkv_proj.weight", "shard k"]),
+        ("midlayer.mlp.up_proj.weight", ["model.layers.0.mlp.gate_up_proj.weight", "shard 1"]),
+        ("fc_norm.1.weight", ["fc_norm.1.weight"]),
+        ("d2t", ["d2t"]),
+    ],
+)
+def test_a_parameter_without_a_tensor_is_named(loading: Loading, absent: str, names: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        loading.model.load_weights((n, t) for n, t in loading.tensors.items() if n != absent)
+    assert all(name in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "fc_norm.2.weight", "midlayer.self_attn.q_proj.weight"])
+def test_values_that_are_no_numbers_are_refused(loading: Loading, name: str, value: float) -> None:
+    loading.tensors[name].view(-1)[5] = value
+    with pytest.raises(CheckpointError, match=rf"{name}.*not finite".replace(".weight", r"\.weight")):
+        loading.model.load_weights(loading.tensors.items())
+
+
+def test_all_problems_are_told_at_once(loading: Loading) -> None:
+    tensors = dict(loading.tensors)
+    tensors["midlayer.mlp.down_proj.weight"][0, 0] = float("nan")
+    del tensors["norm.weight"]
+    tensors["stranger"] = torch.zeros(2)
+    with pytest.raises(CheckpointError) as caught:
+        loading.model.load_weights(tensors.items())
+    assert all(name in str(caught.value) for name in ("midlayer.mlp.down_proj.weight", "model.norm.weight", "stranger"))
+
+
+def test_a_broken_file_is_refused_before_weights_are_read(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    folder = Variant(tensors={"midlayer.self_attn.gate.weight": torch.zeros(3), "norm.weight": None}).at(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(draft_config(folder), targets(M))
+    assert "self_attn.gate.weight" in str(caught.value)
+    assert "norm.weight" in str(caught.value)
+
+
+def test_a_draft_whose_target_is_unknown_is_refused(runtime: None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="before its target was known"):
+        build(draft_config(Variant().at(tmp_path)))
+
+
+def update(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Update weights at run time, as SGLang's weight updater does."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    DefaultModelLoader.load_weights_and_postprocess(model, iter(tensors.items()), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("norms", ["per_source", "concatenation"])
+def test_an_update_of_fc_alone_is_permuted_again(
+    norms: str, dtype: torch.dtype, kernels: str, targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    flag, tensors = ("fc_norm", FC_NORMS) if norms == "per_source" else ("norm_before_fc", INPUT_NORM)
+    stored = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
+    served = serve(Variant({"dtype": dtype}, {flag: True}, stored, PERMUTED).at(tmp_path), targets(M), dtype=str(dtype).removeprefix("torch."))
+    features = served.features(5).to(dtype)
+    before = served.model.model.project(served.in_capture_order(features))
+    assert before.dtype == dtype
+    changed = {"fc.weight": (random(E, 3 * M) / 9).to(dtype)}
+    if norms == "concatenation":
+        changed["input_norm.weight"] = norm(3 * M, seed=40).to(dtype)
+    else:
+        changed |= {f"fc_norm.{i}.weight": norm(M, seed=40 + i).to(dtype) for i in range(3)}
+    wanted = {name: tensor.float() for name, tensor in changed.items()}
+    for part in (["fc.weight"], [n for n in changed if n != "fc.weight"]):
+        update(served.model, {name: changed[name] for name in part})
+    whole = reference.ReferenceDraft(
+        served.spec,
+        dict(reference.read_tensors(served.spec)) | wanted,
+        embed=served.target.embed.weight.data[:VOCAB],
+    ).project(features.float())
+    after = served.model.model.project(served.in_capture_order(features)).float()
+    size = float(whole.abs().max())
+    tolerance = CLOSE if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(after, whole, rtol=0, atol=tolerance * size)
+    assert float((before.float() - whole).abs().max()) > 10 * tolerance * size
+
+
+def test_part_of_the_norms_is_refused_in_an_update(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    served = serve(VARIANTS["norms_per_source_permuted"].at(tmp_path), targets(M))
+    with pytest.raises(CheckpointError, match=r"fc_norm\.0\.weight, fc_norm\.2\.weight"):
+        update(served.model, {"fc_norm.1.weight": norm(M)})
+
+
+def test_an_update_leaves_the_targets_tensors_to_the_target(
+    kernels: str, targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    """An update may carry the target's tensors as well; what the draft borrows changes with the target only."""
+    target = targets(M)
+    served = serve(VARIANTS["head_of_the_target"].at(tmp_path), target)
+    borrowed = [target.embed.weight.clone(), target.head.weight.clone()]
+    features = served.features(9)
+    states = served.in_capture_order(features)
+    before = run_served(served.model, passes(), states)
+    update(
+        served.model,
+        {
+            "model.layers.3.self_attn.q_proj.weight": torch.full((E, E), float("nan")),
+            "model.embed_tokens.weight": torch.zeros(VOCAB, E),
+            "model.layers.0.self_attn.q_proj.bias": torch.zeros(E),
+        },
+    )
+    assert torch.equal(target.embed.weight, borrowed[0])
+    assert torch.equal(target.head.weight, borrowed[1])
+    put_back(served.model)
+    after = run_served(served.model, passes(), states)
+    assert distance(after, before) == 0.0
+
+
+def put_back(model: Any) -> None:
+    """Forget the rows that the stand-ins for attention have seen."""
+    for layer in model.model.layers:
+        layer.self_attn.attn.keys = layer.self_attn.attn.values = torch.empty(0)
+
+
+# ---- passes are known by their mode ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def permuted(targets: Callable[[int], Target], tmp_path: Path) -> Served:
+    return serve(VARIANTS["permuted"].at(tmp_path), targets(M))
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "MIXED", "SPLIT_PREFILL", "DRAFT_EXTEND_V2"])
+@pytest.mark.parametrize("width", [M, 2 * M, 3 * M + 1])
+def test_a_feature_pass_of_another_width_is_refused(permuted: Served, mode: str, width: int) -> None:
+    tokens = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=rf"width {width} in a {mode} pass; expected {3 * M} "):
+        permuted.model.model(tokens, torch.arange(2), batch(mode, torch.zeros(2, width)))
+
+
+@pytest.mark.parametrize("width", [3 * M, M - 1])
+def test_a_recurrent_pass_of_another_width_is_refused(permuted: Served, width: int) -> None:
+    with pytest.raises(ValueError, match=rf"recurrent state of width {width}; expected {E}\."):
+        permuted.model.model(torch.tensor([1]), torch.arange(1), batch("DECODE", torch.zeros(1, width)))
+
+
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "PREBUILT", "DLLM_EXTEND"])
+def test_a_pass_that_a_draft_does_not_have_is_refused(permuted: Served, mode: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"has no {mode} pass"):
+        permuted.model.model(torch.tensor([1]), torch.arange(1), batch(mode, torch.zeros(1, 3 * M)))
+
+
+@pytest.mark.parametrize(("mode", "width"), [("IDLE", E), ("IDLE", 3 * M), ("EXTEND", 3 * M), ("DECODE", E)])
+def test_an_empty_batch_gives_empty_states(permuted: Served, mode: str, width: int) -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    to_head, recurring = permuted.model.model(empty, empty, batch(mode, torch.empty(0, width)))
+    assert to_head.shape == (0, E)
+    assert [state.shape for state in recurring] == [(0, E)]
+
+
+def test_the_mode_decides_where_both_widths_agree(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    """With one source as wide as the draft, a width cannot tell whether ``fc`` has run."""
+    served = serve(VARIANTS["one_source"].at(tmp_path), targets(M))
+    states = served.features(1)
+    model = served.model.model
+    assert torch.equal(model._incoming(batch("DECODE", states)), states)
+    torch.testing.assert_close(model._incoming(batch("EXTEND", states)), served.reference.project(states))
+
+
+def test_embeddings_that_are_given_are_read(permuted: Served) -> None:
+    tokens, positions = torch.tensor([4, 9]), torch.arange(2)
+    states = permuted.in_capture_order(permuted.features(2))
+    looked_up = permuted.model(tokens, positions, batch("DRAFT_EXTEND_V2", states))
+    put_back(permuted.model)
+    embeds = permuted.target.embed.weight.data[tokens]
+    given = permuted.model(torch.zeros(2, dtype=torch.int64), positions, batch("DRAFT_EXTEND_V2", states), embeds)
+    assert torch.equal(given.next_token_logits, looked_up.next_token_logits)
