@@ -136,6 +136,8 @@ def note_stock_fc(r: Reading, fc_in: int | None, hidden_size: int) -> None:
     d = r.dialect
     count = d.num_aux or (len(d.stock.ids) if d.stock.ids else 3)
     width = (d.target_hidden_size or hidden_size) * count
+    if fc_in is not None and fc_in == hidden_size:
+        r.differences.append("stock skips fc, because its input is as wide as the draft")
     if fc_in is not None and fc_in != width:
         r.differences.append(f"stock builds fc for {width} input columns, the file has {fc_in}")
 

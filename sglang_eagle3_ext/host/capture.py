@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,23 +26,9 @@ _STATES = "eagle3_ext_states"
 """Attribute of a ForwardBatch that holds the states captured in its pass, keyed by boundary."""
 
 
-@dataclass
-class Capture:
-    """The capture points installed on one target."""
-
-    plan: AssemblyPlan
-    norm: nn.Module
-    handles: list[Any] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
-
-    def remove(self) -> None:
-        """Take every capture point off the target again."""
-        _at_final_norm.pop(id(self.norm), None)
-        for handle in self.handles:
-            handle.remove()
-        for step in self.undo:
-            step()
-
+_STACKS = frozenset({"sglang.srt.models.llama.LlamaModel"})
+"""Classes whose layers all enter through an attention stage and whose last state leaves through
+``residual_batch.final_norm``, heirs included."""
 
 _at_final_norm: dict[int, AssemblyPlan] = {}
 """Final norms whose input or output a plan wants, by identity. Targets live as long as their process."""
@@ -56,46 +41,49 @@ def configure_capture(original: Callable[..., None], **call: Any) -> None:
         original(**call)
         return
     model = call["model"]
-    stack = find_stack(model)
-    if stack is not None:
-        install(model, stack, plan)
+    found = find_language_model(model)
+    if found is not None:
+        install(*found, plan)
         return
-    # A target outside the layer_boundary machinery: stock's own capture, told what it must capture.
+    # A class that is not captured by boundary yet: stock's own capture, told in its own ids what is wanted.
     if plan.stock_ids is None:
         raise UnsupportedError(
             f"{plan.target.path}: {type(model).__name__} cannot emit "
-            f"{', '.join(assembly.spell(b, plan.target.num_layers) for b in plan.capture)}; its layers stand "
-            "outside SGLang's layer_boundary machinery and no id list of stock's reaches these states. "
+            f"{', '.join(assembly.spell(b, plan.target.num_layers) for b in plan.capture)}; this version captures by "
+            "boundary on Llama-type targets only, and no id list of stock's reaches these states here. "
             "Use a draft trained on states this class emits."
         )
     original(**{**call, "eagle_aux_hidden_state_layer_ids": list(plan.stock_ids)})
 
 
-def find_stack(model: nn.Module) -> nn.Module | None:
-    """Find the module that owns a target's decoder layers, when each of them has an attention boundary."""
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
+def find_language_model(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Find, in a target as SGLang loaded it, the causal language model and its stack of layers.
+
+    Returns:
+        (the module with the logits processor, the module with the layers and the final norm), the former
+        owning the latter as ``model``; ``None`` when the stack is of a class not captured by boundary.
+    """
+    for owner in model.modules():
+        stack = getattr(owner, "model", None)
         if (
-            isinstance(layers, nn.ModuleList)
-            and len(layers)
-            and all(hasattr(layer, "attn_boundary") for layer in layers)
-            and isinstance(getattr(module, "norm", None), nn.Module)
+            isinstance(stack, nn.Module)
+            and isinstance(getattr(owner, "logits_processor", None), nn.Module)
+            and any(f"{c.__module__}.{c.__qualname__}" in _STACKS for c in type(stack).__mro__)
         ):
-            return module
+            return owner, stack
     return None
 
 
-def install(model: nn.Module, stack: nn.Module, plan: AssemblyPlan) -> Capture:
+def install(owner: nn.Module, stack: nn.Module, plan: AssemblyPlan) -> None:
     """Put a capture point at every boundary of the plan and hand the states to the logits processor.
 
     Args:
-        model: the target as SGLang loaded it; has a ``logits_processor``.
-        stack: the module that owns its decoder layers and its final norm, see :func:`find_stack`.
+        owner: the causal language model, see :func:`find_language_model`.
+        stack: the module that holds its decoder layers and its final norm.
         plan: what to capture.
 
     Raises:
-        UnsupportedError: the target has no logits processor to hand the states to, or fewer layers than
-            the plan was made for.
+        UnsupportedError: this rank holds fewer layers than the plan was made for.
     """
     layers: Any = stack.layers
     if len(layers) != plan.target.num_layers:
@@ -103,27 +91,18 @@ def install(model: nn.Module, stack: nn.Module, plan: AssemblyPlan) -> Capture:
             f"{plan.target.path}: got {len(layers)} decoder layers on this rank; expected all "
             f"{plan.target.num_layers}. Serve with pipeline parallel size 1."
         )
-    processor = getattr(model, "logits_processor", None)
-    if not isinstance(processor, nn.Module):
-        raise UnsupportedError(
-            f"{plan.target.path}: {type(model).__name__} has no logits_processor; expected a causal "
-            "language model. Serve it without speculation."
-        )
     # Stock's own capture stays off: its collectors would run a second time, under its own conventions.
-    model.capture_aux_hidden_states = False  # type: ignore[assignment]
-    capture = Capture(plan=plan, norm=stack.norm)  # type: ignore[arg-type]
+    owner.capture_aux_hidden_states = False  # type: ignore[assignment]
     for boundary in plan.capture:
         if boundary == "final_norm" or boundary == plan.target.num_layers:
             _at_final_norm[id(stack.norm)] = plan
         else:
-            capture.undo.append(_capture_before_layer(layers[boundary].attn_boundary, boundary))
-    capture.handles.append(
-        processor.register_forward_pre_hook(_hand_over(plan), with_kwargs=True),
-    )
-    return capture
+            _capture_before_layer(layers[boundary].attn_boundary, boundary)
+    processor: Any = owner.logits_processor
+    processor.register_forward_pre_hook(_hand_over(plan), with_kwargs=True)
 
 
-def _capture_before_layer(stage: Any, boundary: int) -> Callable[[], None]:
+def _capture_before_layer(stage: Any, boundary: int) -> None:
     """Ask one attention stage for the residual stream each time it prepares its input."""
     prepare = stage.prepare
 
@@ -132,7 +111,6 @@ def _capture_before_layer(stage: Any, boundary: int) -> Callable[[], None]:
         return prepare(hidden_states, forward_batch, **call)
 
     stage.prepare = prepare_and_capture
-    return lambda: delattr(stage, "prepare")
 
 
 def final_norm(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import folder
+from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host.exit import report_without_traceback
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, TargetFacts
 
 logger = logging.getLogger(__name__)
@@ -22,8 +25,13 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def draft_key(path: str, revision: str | None, override: Mapping[str, Any] | None) -> str:
-    """Spell the identity of a draft as text, so that it can travel in an hf_config."""
-    return json.dumps([path, revision, dict(override or {})], sort_keys=True)
+    """Spell the identity of a draft as text, so that it can travel in an hf_config.
+
+    A folder that was changed on disk is another draft, also within one process.
+    """
+    root = Path(path)
+    changed = sorted((f.name, f.stat().st_mtime_ns) for f in root.iterdir() if f.is_file()) if root.is_dir() else []
+    return json.dumps([path, revision, dict(override or {}), changed], sort_keys=True)
 
 
 def peek(path: str, revision: str | None) -> Mapping[str, Any]:
@@ -36,7 +44,7 @@ def peek(path: str, revision: str | None) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _read(key: str) -> DraftSpec:
-    path, revision, override = json.loads(key)
+    path, revision, override, _ = json.loads(key)
     return formats.read_draft(path, override=override, revision=revision)
 
 
@@ -53,14 +61,27 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
         if unclaimed and not override and "eagle3_ext" not in peek(path, revision):
             return None
         raise
-    if spec.attention.kind != "gqa":
-        if not (override or spec.has_eagle3_ext):
-            return None
-        raise CheckpointError(
-            f"{path}: an {spec.attention.kind.upper()} draft that declares eagle3_ext; expected a Llama-type draft, "
-            "the only type this version serves by its plan. Remove eagle3_ext to have stock serve it by its own rules."
+    problems = _model_class_problems()
+    if problems:
+        if override or spec.has_eagle3_ext:
+            raise CheckpointError(
+                f"{path}: declares its assembly in eagle3_ext, which stock SGLang does not read; expected the draft "
+                f"class of sglang-eagle3-ext to fit this SGLang. {' '.join(problems)} Run: sglang-eagle3 doctor"
+            )
+        logger.error(
+            "%s is served by stock's rules, because the draft class of sglang-eagle3-ext does not fit this SGLang: %s "
+            "run: sglang-eagle3 doctor",
+            path,
+            " ".join(problems),
         )
+        return None
     return spec
+
+
+@cache
+def _model_class_problems() -> tuple[str, ...]:
+    """Check the part of the contract that only drafts need; importing it costs other models nothing."""
+    return tuple(contract.problems("models"))
 
 
 def ext_override(model_override_args: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -93,8 +114,9 @@ def draft_hf_fields(spec: DraftSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.lm_head == "tied",
         "rms_norm_eps": spec.rms_norm_eps,
         "hidden_act": spec.hidden_act,
-        # Stock's attention reads this one flag for o_proj; q/k/v biases are the model class's business.
+        # Stock's attention gives o_proj a bias when either is set; all other biases are the model class's business.
         "attention_bias": spec.attention.o_bias,
+        "bias": spec.attention.o_bias,
         "eagle_config": {"use_aux_hidden_state": spec.num_sources > 0},
     }
     if spec.num_sources:
@@ -145,22 +167,46 @@ def normalise_draft_config(_result: Any, model_config: Any) -> None:
 _ABSENT = object()
 
 
-def parse_speculators_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Parse a draft config that has no ``model_type`` (AROUND the ``hf`` config parser's ``parse``).
+def parse_draft_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Parse a draft config that transformers cannot read, or reads wrong (AROUND the config parsers' ``parse``).
 
-    speculators nests the layer's shape in ``transformer_layer_config``, which transformers cannot read.
-    Everything else goes to the original parser.
+    speculators nests the layer's shape in ``transformer_layer_config`` and has no ``model_type``. Every other
+    config is the original parser's.
+
+    Raises:
+        CheckpointError: it is a speculators config, and this draft cannot be read.
     """
-    if "speculators_model_type" not in peek(str(model), kwargs.get("revision")):
-        return original(parser, model, *args, **kwargs)
+    revision = kwargs.get("revision")
+    try:
+        config = original(parser, model, *args, **kwargs)
+    except (OSError, ValueError, KeyError):
+        if "speculators_model_type" not in peek(str(model), revision):
+            raise
+    else:
+        if not hasattr(config, "speculators_model_type"):
+            return config
     from transformers import LlamaConfig
 
-    spec = formats.read_draft(str(model), revision=kwargs.get("revision"))
+    try:
+        spec = formats.read_draft(str(model), revision=revision)
+    except CheckpointError:
+        report_without_traceback()
+        raise
     hf_config = LlamaConfig(**draft_hf_fields(spec), rope_parameters=rope_parameters(spec))
     if spec.dtype:
         hf_config.dtype = spec.dtype
     hf_config._name_or_path = str(model)
     return hf_config
+
+
+def parse_mistral_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Parse a draft whose path makes SGLang look for Mistral's own ``params.json`` (AROUND that parser's ``parse``)."""
+    config = peek(str(model), kwargs.get("revision"))
+    if ARCHITECTURE in (config.get("architectures") or ()) or {"speculators_model_type", "eagle3_ext"} & set(config):
+        from sglang.srt.configs.model_config_parser_registry import get_model_config_parser
+
+        return get_model_config_parser("hf").parse(model, *args, **kwargs)
+    return original(parser, model, *args, **kwargs)
 
 
 # ---- the plan of this process -----------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Row:
 LAUNCHER_SEAM = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
 DRAFT_CONFIG_SEAM = "sglang.srt.configs.model_config.ModelConfig._config_draft_model"
 CONFIG_PARSER_SEAM = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
+MISTRAL_PARSER_SEAM = "sglang.srt.utils.hf_transformers.config.MistralModelConfigParser.parse"
 MODEL_CLASS_SEAM = "sglang.srt.model_loader.utils.get_model_architecture"
 PLAN_SEAM = (
     "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state.resolve_spec_aux_hidden_state_config"
@@ -92,6 +93,30 @@ ROWS: tuple[Row, ...] = (
         "start",
         "parse speculators configs, which have no model_type",
         "SGLang parses speculators configs",
+    ),
+    Row(
+        MISTRAL_PARSER_SEAM,
+        "hook",
+        ("self", "model", "trust_remote_code", "revision"),
+        "start",
+        "keep a draft whose path names both EAGLE and Mistral from being parsed as Mistral's own format",
+        "SGLang parses speculators configs",
+    ),
+    Row(
+        "sglang.srt.configs.model_config_parser_registry.get_model_config_parser",
+        "call",
+        ("name",),
+        "start",
+        "hand such a draft to the ordinary parser",
+        "SGLang parses speculators configs",
+    ),
+    Row(
+        "sglang.srt.arg_groups.model_override_base.model_config_of",
+        "call",
+        ("server_args",),
+        "start",
+        "know the target in the launcher as SGLang itself reads it",
+        "the launcher seam passes it",
     ),
     Row(
         MODEL_CLASS_SEAM,
@@ -230,6 +255,30 @@ ROWS: tuple[Row, ...] = (
         "say how a hook wraps its target",
         "never; it is the plugin interface",
     ),
+    Row(
+        "sglang.srt.plugins.hook_registry.HookSource",
+        "call",
+        ("plugin_name", "dist_name"),
+        "cpu",
+        "say whose the CPU platform's hooks are, which are placed after the plugins were loaded",
+        "never; it is the plugin interface",
+    ),
+    Row(
+        "sglang.srt.speculative.eagle_utils.TreeMaskMode",
+        "call",
+        (),
+        "cpu",
+        "choose the layout of the tree mask",
+        "SGLang serves EAGLE-3 on CPUs without a compiled kernel package",
+    ),
+    Row(
+        "sglang.srt.platforms.device_mixin.CpuArchEnum",
+        "call",
+        (),
+        "cpu",
+        "answer which CPU this is",
+        "SGLang serves EAGLE-3 on CPUs without a compiled kernel package",
+    ),
 )
 
 
@@ -237,7 +286,12 @@ def all_rows() -> tuple[Row, ...]:
     """Return the whole contract, the CPU platform's rows included."""
     from sglang_eagle3_ext.host import cpu
 
-    return ROWS + tuple(Row(s.target, s.kind, s.parameters or (), "cpu", s.why, s.delete_when) for s in cpu.CONTRACT)
+    known = {row.target for row in ROWS}
+    return ROWS + tuple(
+        Row(s.target, s.kind, s.parameters or (), "cpu", s.why, s.delete_when)
+        for s in cpu.CONTRACT
+        if s.target not in known
+    )
 
 
 def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:

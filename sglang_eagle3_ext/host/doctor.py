@@ -21,18 +21,19 @@ _GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 
 # What a fresh process really has after SGLang loaded its plugins; printed as JSON on the last line.
 _PROBE = """
-import json, logging, sys
+import json, logging, os, types
 logging.disable(logging.CRITICAL)
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.platforms import current_platform
-from sglang_eagle3_ext.host import contract, startup
-hooks = sorted(t for t in HookRegistry._patched)
-startup.register_models()
-from sglang.srt.models.registry import ModelRegistry
-cls, _ = ModelRegistry.resolve_model_cls("LlamaForCausalLMEagle3")
+hooks = sorted(HookRegistry._patched)
+hf_config = types.SimpleNamespace(architectures=["LlamaForCausalLMEagle3"], eagle3_ext_draft="doctor")
+cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf_config, quantization=None, model_impl="auto"))
+if os.environ.get("SGLANG_PLATFORM") == "eagle3_ext":
+    current_platform.init_backend()
 print(json.dumps({"model_class": f"{cls.__module__}.{cls.__name__}", "hooks": hooks,
                   "backends": sorted(ATTENTION_BACKENDS), "platform": type(current_platform).__name__}))
 """
@@ -65,12 +66,15 @@ def run(as_json: bool = False) -> int:
 
 def examine() -> list[Check]:
     """Run every check, the cheap ones first; the one that starts a process only when SGLang is there."""
-    checks = [_versions(), *_entry_points(), _filters(), _switches(), *_shadows()]
+    filters = _filters()
+    checks = [_versions(), *_entry_points(), filters, _switches(), *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
+    if filters.status == "FAIL":
+        return [*checks, Check("warn", "contract", "not examined while SGLang filters this package out")]
     problems = contract.problems()
     checks += [Check("FAIL", "contract", p) for p in problems] or [
-        Check("ok", "contract", f"all {len(contract.ROWS)} symbols of SGLang have the shape we need")
+        Check("ok", "contract", f"all {len(contract.all_rows())} symbols of SGLang have the shape we need")
     ]
     if not problems:
         checks += _fresh_process()
@@ -173,7 +177,7 @@ def _fresh_process() -> list[Check]:
         return [Check("FAIL", "fresh process", f"SGLang does not start with this package: {tail}")]
     found = json.loads(lines[-1])
     checks = []
-    ours = found["model_class"].startswith("sglang_eagle3_ext.")
+    ours = found["model_class"].startswith("sglang_eagle3_ext.") is read_switches().ext
     checks.append(Check("ok" if ours else "FAIL", "model class", f"{found['model_class']} serves EAGLE-3 drafts"))
     seams = {row.target for row in contract.ROWS if row.kind == "hook" and row.when == "start"}
     absent = sorted(seams - set(found["hooks"])) if read_switches().ext else []

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config, contract
+from sglang_eagle3_ext.host.exit import report_without_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -19,37 +22,46 @@ def refuse(reason: str) -> None:
     """Log the reason and refuse drafts that carry ``eagle3_ext``; every other model is left to stock.
 
     Raises:
-        SystemExit: the launcher seam itself is gone and the command line names such a draft.
+        SystemExit: no seam is left to refuse at, and the command line names such a draft.
     """
     logger.error(
         "sglang-eagle3-ext is not active, EAGLE-3 drafts are served by stock's rules: %s run: sglang-eagle3 doctor",
         reason,
     )
-    seam = tuple(row for row in contract.ROWS if row.target == contract.LAUNCHER_SEAM)
-    if contract.problems(rows=seam):
-        draft = _draft_on_command_line(sys.argv)
-        if draft is not None and "eagle3_ext" in config.peek(draft, None):
-            raise SystemExit(f"sglang-eagle3: {_message(draft, reason)}")
-        return
+    placed = False
+    for seam, check in ((contract.LAUNCHER_SEAM, _refuse_launch), (contract.DRAFT_CONFIG_SEAM, _refuse_config)):
+        if contract.problems(rows=tuple(row for row in contract.ROWS if row.target == seam)):
+            continue
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        HookRegistry.register(seam, partial(check, reason), HookType.AFTER)
+        placed = True
+    draft = _draft_on_command_line(sys.argv)
+    if not placed and draft is not None and "eagle3_ext" in config.peek(draft, None):
+        raise SystemExit(f"sglang-eagle3: {_message(draft, reason)}")
 
-    def check(_result: Any, server_args: Any) -> None:
-        from sglang.srt.arg_groups.model_override_base import resolving_view
 
-        from sglang_eagle3_ext.host.launcher import report_without_traceback
+def _refuse_launch(reason: str, _result: Any, server_args: Any) -> None:
+    """Refuse in the launcher, where flags and checkpoint are in hand (AFTER ``handle_speculative_decoding``)."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
 
-        args = resolving_view(server_args)
-        draft = args.speculative_draft_model_path
-        if draft is None:
-            return
-        declared = "eagle3_ext" in json.loads(args.json_model_override_args or "{}")
-        if not declared and "eagle3_ext" not in config.peek(draft, args.speculative_draft_model_revision):
-            return
+    args = resolving_view(server_args)
+    draft = args.speculative_draft_model_path
+    if draft is not None:
+        override = json.loads(args.json_model_override_args or "{}")
+        _refuse(reason, draft, args.speculative_draft_model_revision, override)
+
+
+def _refuse_config(reason: str, _result: Any, model_config: Any) -> None:
+    """Refuse where a draft's config is read (AFTER ``ModelConfig._config_draft_model``)."""
+    if model_config.is_draft_model:
+        _refuse(reason, model_config.model_path, model_config.revision, model_config.model_override_args)
+
+
+def _refuse(reason: str, draft: str, revision: str | None, override: Mapping[str, Any]) -> None:
+    if "eagle3_ext" in override or "eagle3_ext" in config.peek(draft, revision):
         report_without_traceback()
         raise CheckpointError(_message(draft, reason))
-
-    HookRegistry.register(contract.LAUNCHER_SEAM, check, HookType.AFTER)
 
 
 def _message(draft: str, reason: str) -> str:

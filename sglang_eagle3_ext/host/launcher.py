@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from sglang_eagle3_ext import assembly, formats
+from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config
+from sglang_eagle3_ext.host.exit import report_without_traceback
 
 _OTHER_ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE")
 
@@ -48,7 +46,8 @@ def _check(args: Any, algorithm: str) -> None:
     override = config.ext_override(json.loads(args.json_model_override_args or "{}"))
     revision = args.speculative_draft_model_revision
     if algorithm != "EAGLE3":
-        if _is_eagle3_draft(draft, revision, override):
+        # A target's own MTP layers are served out of the target's checkpoint.
+        if draft != args.model_path and _is_eagle3_draft(draft, revision, override):
             raise CheckpointError(
                 f"--speculative-algorithm: got {algorithm} for {draft}, which is an EAGLE-3 draft; expected "
                 "EAGLE3, because every other algorithm feeds it one hidden state and skips its fc. "
@@ -58,7 +57,9 @@ def _check(args: Any, algorithm: str) -> None:
     spec = config.read_spec(draft, revision, override)
     if spec is None:
         return
-    plan = assembly.plan(spec, formats.read_target(args.model_path, revision=args.revision))
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
     assembly.check(plan)
     if args.pp_size > 1 and spec.num_sources:
         raise CheckpointError(
@@ -74,28 +75,15 @@ def _check(args: Any, algorithm: str) -> None:
 
 def _is_eagle3_draft(draft: str, revision: str | None, override: Mapping[str, Any] | None) -> bool:
     """Say whether a checkpoint is an EAGLE-3 draft; one that cannot be read is stock's business here."""
+    declared = config.peek(draft, revision)
+    if "eagle3_ext" in declared:
+        return True
+    # The EAGLE repository writes its EAGLE-3 drafts as plain Llamas; only their tensors tell.
+    if not {config.ARCHITECTURE, "LlamaForCausalLM"} & set(declared.get("architectures") or ()) and (
+        "speculators_model_type" not in declared
+    ):
+        return False
     try:
         return config.read_spec(draft, revision, override) is not None
     except CheckpointError:
-        return "eagle3_ext" in config.peek(draft, revision)
-
-
-def report_without_traceback() -> None:
-    """On SGLang's own command line, end with the message alone; a caller of ``Engine`` keeps his traceback."""
-    main = sys.modules.get("__main__")
-    module = getattr(getattr(main, "__spec__", None), "name", None)
-    if module not in ("sglang.launch_server", "sglang.cli.main", "sglang.__main__") and (
-        Path(sys.argv[0]).name != "sglang"
-    ):
-        return
-    previous = sys.excepthook
-
-    def one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, CheckpointError):
-            previous(kind, error, trace)
-            return
-        for line in str(error).splitlines():
-            sys.stderr.write(f"sglang-eagle3: {line}\n")
-        sys.stderr.flush()
-
-    sys.excepthook = one_line
+        return False

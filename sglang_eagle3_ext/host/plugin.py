@@ -26,30 +26,39 @@ def activate_platform() -> str | None:
 
 def register() -> None:
     """Register with SGLang everything this package adds to it, or nothing and say why."""
-    if os.environ.get("SGLANG_PLATFORM") == _PLATFORM:
-        from sglang_eagle3_ext.host import cpu
-
-        cpu.register()
-
-    from sglang_eagle3_ext.host import contract, guard
+    from sglang_eagle3_ext.host import guard
     from sglang_eagle3_ext.host.switches import read_switches
 
     try:
-        switches = read_switches()
-    except UnsupportedError as error:
-        guard.refuse(str(error))
-        return
-    if not switches.ext:
-        logger.info("EAGLE3_EXT=off: stock SGLang serves EAGLE-3 drafts by its own rules.")
-        return
-    problems = contract.problems("start")
+        if os.environ.get("SGLANG_PLATFORM") == _PLATFORM:
+            _require("cpu")
+            from sglang_eagle3_ext.host import cpu
+
+            cpu.register()
+        _require("start")
+        if read_switches().ext:
+            place_hooks()
+        else:
+            logger.info("EAGLE3_EXT=off: stock SGLang serves EAGLE-3 drafts by its own rules.")
+    except Exception as error:
+        # SGLang would swallow it and serve drafts that declare their assembly by stock's rules.
+        guard.refuse(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}.")
+
+
+def _require(stage: str) -> None:
+    """Check one stage of the contract.
+
+    Raises:
+        UnsupportedError: it does not hold; names every problem.
+    """
+    from sglang_eagle3_ext.host import contract
+
+    problems = contract.problems(stage)
     if problems:
-        guard.refuse(
+        raise UnsupportedError(
             f"this SGLang ({contract.installed_version()}) lacks what sglang-eagle3-ext needs of it (made for "
-            f"{contract.REFERENCE_VERSION}): " + " ".join(problems)
+            f"{contract.REFERENCE_VERSION}): {' '.join(problems)}"
         )
-        return
-    place_hooks()
 
 
 def place_hooks() -> None:
@@ -59,7 +68,8 @@ def place_hooks() -> None:
     from sglang_eagle3_ext.host import capture, config, contract, launcher, startup
 
     HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_launch, HookType.AFTER)
-    HookRegistry.register(contract.CONFIG_PARSER_SEAM, config.parse_speculators_config, HookType.AROUND)
+    HookRegistry.register(contract.CONFIG_PARSER_SEAM, config.parse_draft_config, HookType.AROUND)
+    HookRegistry.register(contract.MISTRAL_PARSER_SEAM, config.parse_mistral_config, HookType.AROUND)
     HookRegistry.register(contract.DRAFT_CONFIG_SEAM, config.normalise_draft_config, HookType.AFTER)
     HookRegistry.register(contract.MODEL_CLASS_SEAM, startup.register_models, HookType.BEFORE)
     HookRegistry.register(contract.PLAN_SEAM, config.resolve_plan, HookType.AFTER)

@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from sglang_eagle3_ext import assembly
-from sglang_eagle3_ext.errors import UnsupportedError
-from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host import config
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan
 
@@ -16,23 +15,13 @@ logger = logging.getLogger(__name__)
 _registered = False
 
 
-def register_models(*_args: Any, **_kwargs: Any) -> None:
-    """Put our draft classes into SGLang's registry (BEFORE the first model class is resolved).
-
-    Raises:
-        UnsupportedError: SGLang's model classes are not shaped as we need them.
-    """
+def register_models(model_config: Any) -> None:
+    """Put our draft classes into SGLang's registry (BEFORE a model class is resolved), once a draft asks for one."""
     global _registered
-    if _registered:
+    if _registered or getattr(model_config.hf_config, config.DRAFT_KEY, None) is None:
         return
     from sglang.srt.models.registry import ModelRegistry
 
-    problems = contract.problems("models")
-    if problems:
-        raise UnsupportedError(
-            f"this SGLang ({contract.installed_version()}) lacks what sglang-eagle3-ext needs of it (made for "
-            f"{contract.REFERENCE_VERSION}): {' '.join(problems)} Run: sglang-eagle3 doctor"
-        )
     ModelRegistry.register("sglang_eagle3_ext.host.models", overwrite=True, strict=True)
     _registered = True
 

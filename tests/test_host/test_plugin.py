@@ -34,6 +34,8 @@ from sglang.srt.model_loader.utils import get_model_architecture
 out = {}
 for name in ("LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "Qwen3ForCausalLM"):
     hf = types.SimpleNamespace(architectures=[name])
+    if name == "LlamaForCausalLMEagle3":
+        hf.eagle3_ext_draft = "a draft that was read"
     cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf, quantization=None, model_impl="auto"))
     out[name] = cls.__module__
 print(json.dumps(out))

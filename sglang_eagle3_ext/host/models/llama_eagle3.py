@@ -341,6 +341,7 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
         self.hot_token_id: torch.Tensor | None = None
         self.embed_origin = "the target's"
         self._first_load = True
+        self._shared: set[str] = set()
 
     # ---- weights ------------------------------------------------------------------------------------------
 
@@ -359,6 +360,13 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
         for name, tensor in weights:
             seen.add(name)
             canonical = spec.weights.get(name)
+            if not self._first_load and (
+                canonical is None or canonical in self._shared or tuple(tensor.shape) != spec.tensors[name].shape
+            ):
+                # A run-time update goes to target and draft alike; what is the target's alone, or shared with
+                # it, is placed there.
+                logger.debug("%s: left to the target", name)
+                continue
             if canonical is None:
                 problems.append(f"{spec.path}:{name}: has no home in this draft; expected a known tensor name.")
                 continue
@@ -381,9 +389,9 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
         if self._first_load:
             problems += self._ledger(params, filled, seen)
             self._first_load = False
+        self.model.prepare_projection()
         if problems:
             raise CheckpointError("\n".join(problems))
-        self.model.prepare_projection()
 
     def _target_ids(self, d2t: torch.Tensor) -> torch.Tensor | None:
         kind = self.plan.spec.vocab.map
@@ -441,7 +449,7 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
         spec = self.plan.spec
         expected: set[tuple[str, Any]] = set()
         for name in params:
-            if name == "model.embed_tokens.weight" and spec.embed == "target" and spec.lm_head != "tied":
+            if name == "model.embed_tokens.weight" and spec.embed == "target":
                 continue
             if name == "lm_head.weight" and spec.lm_head == "target":
                 continue
@@ -476,6 +484,7 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
             self.embed_origin = "the target's (its own is equal)"
         del self.model.embed_tokens.weight
         self.model.embed_tokens.weight = embed
+        self._shared.add("embed_tokens.weight")
 
     def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None:
         """Share the target's embedding and, for a draft without a head, its head."""
@@ -483,6 +492,7 @@ class LlamaForCausalLMEagle3(stock.LlamaForCausalLMEagle3):
         if self.load_lm_head_from_target:
             del self.lm_head.weight
             self.lm_head.weight = head
+            self._shared.add("lm_head.weight")
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the draft's attention window: the server's flag, else the checkpoint's own."""
