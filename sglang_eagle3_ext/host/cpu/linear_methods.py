@@ -25,17 +25,17 @@ class _PackedApply:
     _packed: PackedWeight | None = None
     _packed_from: torch.Tensor | None = None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the layer's weight as it is now."""
         self._packed_from = layer.weight
         self._packed = pack(layer.weight)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute ``x weight^T + bias`` over the last axis of ``x``."""
         weight = layer.weight
         if weight is not self._packed_from:
             self.process_weights_after_loading(layer)
-        packed = self._packed
+        packed: Any = self._packed
         if x.dim() == 2:
             return packed(x, weight, bias)
         return packed(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)

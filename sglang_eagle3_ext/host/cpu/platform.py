@@ -63,7 +63,7 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Name the backend that SGLang has put in by now, on any CPU, where the user named none."""
         return "torch_native" if self.cpu_arch == CpuArchEnum.ARM else "intel_amx"
 
-    def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
+    def get_device(self, device_id: int = 0) -> str:
         """Name the device, as server settings spell it."""
         return self.device_type
 
@@ -145,6 +145,6 @@ def _compile_nothing_unless_asked() -> None:
     middle of the first request that needs it, and fail where there is none.
     """
     if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":
-        config = sys.modules.get("torch._dynamo.config")
+        config: Any = sys.modules.get("torch._dynamo.config")
         if config is not None:  # for functions that were decorated before
             config.disable = True

@@ -101,7 +101,7 @@ def _parents_of(kept: Sequence[int], beams: Sequence[int], topk: int) -> list[in
 
 def _path_to_root(node: int, parents: Sequence[int], depth: int) -> list[int]:
     """List a node and its ancestors, the root left out; its length is the node's depth."""
-    path = []
+    path: list[int] = []
     while node > 0 and len(path) < depth:
         path.append(node)
         node = parents[node]
