@@ -59,15 +59,19 @@ def stock_draft(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(target: Path) -> list[list[int]]:
-    """Token ids of 24 questions in the target's chat format."""
+    """Token ids of 24 questions in the chat format that the draft was trained on."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
+    template = (ROOT / "benchmarks" / "demo" / "chat_template.jinja").read_text()
     groups = json.loads((ROOT / "benchmarks/demo/prompts_eval.json").read_text())
     questions = [q["prompt"] for q in groups["unseen"][:16] + groups["seen"][:8]]
     chats = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": question}],
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         for question in questions
     ]
