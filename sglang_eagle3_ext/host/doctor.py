@@ -66,8 +66,8 @@ def run(as_json: bool = False) -> int:
 
 def examine() -> list[Check]:
     """Run every check, the cheap ones first; the one that starts a process only when SGLang is there."""
-    filters = _filters()
-    checks = [_versions(), *_entry_points(), filters, _switches(), *_shadows()]
+    filters, switches = _filters(), _switches()
+    checks = [_versions(), *_entry_points(), filters, switches, *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
     if filters.status == "FAIL":
@@ -76,7 +76,7 @@ def examine() -> list[Check]:
     checks += [Check("FAIL", "contract", p) for p in problems] or [
         Check("ok", "contract", f"all {len(contract.all_rows())} symbols of SGLang have the shape we need")
     ]
-    if not problems:
+    if not problems and switches.status != "FAIL":
         checks += _fresh_process()
     return checks
 
