@@ -29,8 +29,6 @@ from benchmarks.demo.target import ROOT, make_target
 
 OUT = ROOT / ".demo"
 DRAFT = ROOT / "benchmarks" / "demo" / "draft"
-# The draft was trained on conversations without the system line that the target's own template adds.
-CHAT_TEMPLATE = ROOT / "benchmarks" / "demo" / "chat_template.jinja"
 QUESTIONS = ROOT / "benchmarks" / "demo" / "prompts_eval.json"
 STEPS = 3
 
@@ -65,8 +63,6 @@ def make_servers(target: Path, draft: Path, threads: int) -> list[Server]:
         "--model-path",
         shown(target),
         *CPU_FLAGS,
-        "--chat-template",
-        shown(CHAT_TEMPLATE),
     ]
     speculating = [*command, *SPECULATION, "--speculative-draft-model-path", shown(draft)]
     environment = {"SGLANG_PLATFORM": "eagle3_ext", "OMP_NUM_THREADS": str(threads)}

@@ -63,7 +63,7 @@ def prompts(target: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    template = (ROOT / "benchmarks" / "demo" / "chat_template.jinja").read_text()
+    template = (Path(__file__).parent / "chat_template.jinja").read_text()
     groups = json.loads((ROOT / "benchmarks/demo/prompts_eval.json").read_text())
     questions = [q["prompt"] for q in groups["unseen"][:16] + groups["seen"][:8]]
     chats = [
