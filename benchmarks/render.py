@@ -142,7 +142,7 @@ def render(readme: str, result: dict[str, Any] | None) -> str:
 def contract_table() -> str:
     """Write the symbols of SGLang that are touched as a Markdown table."""
     lines = ["| symbol | how | parameters | why | superfluous when |", "|---|---|---|---|---|"]
-    for row in contract.all_rows():
+    for row in contract.ROWS:
         parameters = ", ".join(row.parameters)
         lines.append(f"| `{row.target}` | {row.kind} | {parameters} | {row.why} | {row.delete_when} |")
     return "\n".join(lines) + "\n"

@@ -61,6 +61,218 @@ def _part(target: str, *parameters: str) -> Row:
     return Row(target, "call", parameters, "models", "build the draft out of SGLang's own layers", _UPSTREAM)
 
 
+_PLATFORM = "SGLang serves EAGLE-3 on CPUs without a compiled kernel package"
+_OPERATOR = "SGLang has a PyTorch form of this operator, or a platform seam for it"
+_SPECULATIVE = "sglang.kernels.ops.speculative"
+
+
+def _operator(target: str, parameters: tuple[str, ...], why: str) -> Row:
+    """An operator of speculation that the CPU platform replaces."""
+    return Row(target, "hook", parameters, "cpu", why, _OPERATOR)
+
+
+def _platform(target: str, kind: Literal["call", "value", "subclass"], parameters: tuple[str, ...], why: str) -> Row:
+    """Anything else that the CPU platform touches."""
+    return Row(target, kind, parameters, "cpu", why, _PLATFORM)
+
+
+CPU_ROWS: tuple[Row, ...] = (
+    _platform(
+        "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
+        "value",
+        (),
+        "admit the backend's name on the command line",
+    ),
+    _platform("sglang.srt.arg_groups.choices.add_attention_backend_choices", "call", (), "likewise"),
+    _platform("sglang.srt.platforms.cpu.CpuDeviceMixin", "subclass", (), "answer questions about a CPU"),
+    _platform("sglang.srt.platforms.device_mixin.PlatformEnum.OOT", "value", (), "be out of tree"),
+    _platform(
+        "sglang.srt.platforms.interface.PlatformCapabilities", "call", (), "say that there is no Triton and no graph"
+    ),
+    *(
+        _platform(f"sglang.srt.platforms.interface.SRTPlatform.{name}", "subclass", parameters, why)
+        for name, parameters, why in (
+            (
+                "apply_server_args_defaults",
+                ("self", "server_args"),
+                "choose the backend; refuse settings served wrongly",
+            ),
+            ("get_default_attention_backend", ("self",), "name the backend"),
+            ("supports_speculative_algorithm", ("self", "algorithm"), "admit EAGLE and EAGLE3"),
+            ("get_default_speculative_draft_attention_backend", ("self", "algorithm"), "name the draft's backend"),
+            (
+                "supports_speculative_draft_attention_backend",
+                ("self", "algorithm", "backend"),
+                "refuse other draft backends",
+            ),
+            ("get_speculative_cache_locs_fn", ("self",), "give the slots that verification writes to"),
+            ("get_kv_pool_cls", ("self", "kind"), "give the pool that moves slots natively"),
+            ("get_dispatch_key_name", ("self",), "dispatch fused operators"),
+            ("init_backend", ("self",), "install operators in worker processes only"),
+            ("post_load_model", ("self", "model"), "pack weights"),
+        )
+    ),
+    Row(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+        "subclass",
+        ("enable_kv_cache_copy",),
+        "cpu",
+        "keep its constructor from launching a Triton kernel; move slots with `use_native_move_kv_cache`",
+        "the pool asks the platform's capabilities before it prepares a Triton copy",
+    ),
+    _platform(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+        "subclass",
+        ("self", "tgt_loc", "src_loc"),
+        "skip slots that stay where they are",
+    ),
+    _platform("sglang.srt.mem_cache.memory_pool.KVWriteLoc", "call", (), "write keys and values"),
+    _platform(
+        f"{_LAYERS}.attention.attention_registry.register_attention_backend", "call", ("name",), "register the backend"
+    ),
+    *(
+        _platform(f"{_LAYERS}.attention.base_attn_backend.AttentionBackend.{name}", "subclass", parameters, why)
+        for name, parameters, why in (
+            ("init_forward_metadata", ("self", "forward_batch"), "cut a batch into segments"),
+            (
+                "forward_extend",
+                ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+                "attend in prefill, verification and draft extend",
+            ),
+            ("forward_decode", ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"), "attend in decode"),
+            (
+                "update_verify_buffers_to_fill_after_draft",
+                ("self", "spec_info", "cuda_graph_bs"),
+                "nothing to update without a graph",
+            ),
+        )
+    ),
+    _platform(
+        f"{_LAYERS}.attention.base_attn_backend.AttentionBackend.verify_mask", "subclass", (), "own the tree mask"
+    ),
+    _platform(
+        f"{_LAYERS}.attention.verify_mask.VerifyMask",
+        "call",
+        ("buffer", "mode", "max_bs"),
+        "have the tree mask written without its prefix columns",
+    ),
+    _platform(f"{_LAYERS}.radix_attention.AttentionType.DECODER", "value", (), "refuse other attention"),
+    _platform(f"{_SPECULATIVE}.spec_tree.TreeMaskMode.QLEN_ONLY", "value", (), "choose the mask's layout"),
+    _operator(
+        f"{_SPECULATIVE}.spec_tree.build_tree_kernel_efficient_func",
+        (
+            "parent_list",
+            "top_scores_index",
+            "seq_lens",
+            "tree_mask",
+            "positions",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "topk",
+            "spec_steps",
+            "num_verify_tokens",
+            "tree_mask_mode",
+        ),
+        "build draft trees",
+    ),
+    _operator(
+        f"{_SPECULATIVE}.spec_tree.verify_tree_greedy_func",
+        (
+            "predicts",
+            "accept_index",
+            "accept_token_num",
+            "candidates",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "target_predict",
+            "topk",
+        ),
+        "verify draft trees greedily",
+    ),
+    _operator(
+        f"{_SPECULATIVE}.cache_locs.assign_draft_cache_locs_contiguous_func",
+        ("req_pool_indices", "req_to_token", "seq_lens", "out_cache_loc", "topk", "num_cols", "positions", "mrope"),
+        "find the slots that drafting writes to",
+    ),
+    _operator(
+        f"{_SPECULATIVE}.cache_locs.fill_front_out_cache_loc_func",
+        ("num_front", "out_cache_loc", "front_out_cache_loc"),
+        "find the slots that accepted tokens move to",
+    ),
+    _operator(
+        f"{_SPECULATIVE}.eagle.fill_accept_out_cache_loc_func",
+        ("accept_index", "out_cache_loc", "accept_out_cache_loc", "size"),
+        "find the slots of accepted tokens",
+    ),
+    _operator(
+        f"{_SPECULATIVE}.eagle.fill_bonus_tokens_func",
+        ("accept_tokens", "accept_lens", "bonus_tokens", "accept_stride", "batch_size"),
+        "pick the target's own token",
+    ),
+    _operator(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        ("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc", "batch_size"),
+        "enter new slots into the request table",
+    ),
+    _operator(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+        ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
+        "give the draft this backend too",
+    ),
+    *(
+        Row(
+            f"sglang.srt.speculative.eagle_utils.{name}",
+            "value",
+            (),
+            "cpu",
+            "fill in an operator that is None on this platform (set directly, never through the hook registry)",
+            _OPERATOR,
+        )
+        for name in ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
+    ),
+    _platform("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", "call", (), "likewise"),
+    Row(
+        f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod",
+        "subclass",
+        (),
+        "cpu",
+        "serve linear layers from packed weights",
+        "SGLang packs weights on CPUs without its kernel package",
+    ),
+    Row(
+        f"{_LAYERS}.quantization.unquant.UnquantizedEmbeddingMethod",
+        "subclass",
+        (),
+        "cpu",
+        "serve heads from packed weights",
+        "SGLang packs weights on CPUs without its kernel package",
+    ),
+    _platform(f"{_LAYERS}.vocab_parallel_embedding.ParallelLMHead", "value", (), "recognise heads"),
+    _platform(
+        "sglang.kernels.fused_op.BaseFusedOp.register_oot_forward",
+        "call",
+        ("op_cls", "fn", "platform_key"),
+        "run small operators in fewer calls",
+    ),
+    _platform(
+        f"{_LAYERS}.layernorm.RMSNorm.forward_native",
+        "call",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+        "take over its plain case, leave it the others",
+    ),
+    _platform(f"{_LAYERS}.activation.SiluAndMul.forward_native", "call", ("self", "x"), "take it over"),
+    _platform(
+        f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding.forward_native",
+        "call",
+        ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg"),
+        "take over its plain case, leave it the others",
+    ),
+    _platform(f"{_LAYERS}.rotary_embedding.base.LinearScalingRotaryEmbedding", "value", (), "likewise"),
+    _platform(f"{_LAYERS}.rotary_embedding.rope_variant.Llama3RotaryEmbedding", "value", (), "likewise"),
+)
+
 ROWS: tuple[Row, ...] = (
     Row(
         LAUNCHER_SEAM,
@@ -162,7 +374,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "sglang.srt.plugins.hook_registry.HookRegistry.register",
         "call",
-        ("target", "hook", "hook_type"),
+        ("target", "hook", "hook_type", "source"),
         "start",
         "place the hooks above",
         "never; it is the plugin interface",
@@ -279,19 +491,8 @@ ROWS: tuple[Row, ...] = (
         "answer which CPU this is",
         "SGLang serves EAGLE-3 on CPUs without a compiled kernel package",
     ),
+    *CPU_ROWS,
 )
-
-
-def all_rows() -> tuple[Row, ...]:
-    """Return the whole contract, the CPU platform's rows included."""
-    from sglang_eagle3_ext.host import cpu
-
-    known = {row.target for row in ROWS}
-    return ROWS + tuple(
-        Row(s.target, s.kind, s.parameters or (), "cpu", s.why, s.delete_when)
-        for s in cpu.CONTRACT
-        if s.target not in known
-    )
 
 
 def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:
@@ -299,13 +500,13 @@ def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:
 
     Args:
         stages: which rows to check by their ``when``; all of them when empty.
-        rows: the table, :func:`all_rows` unless given.
+        rows: the table, ``ROWS`` unless given.
 
     Returns:
         One sentence per problem, empty when the contract holds.
     """
     found: list[str] = []
-    for row in all_rows() if rows is None else rows:
+    for row in ROWS if rows is None else rows:
         if stages and row.when not in stages:
             continue
         try:

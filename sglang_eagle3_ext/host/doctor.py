@@ -74,7 +74,7 @@ def examine() -> list[Check]:
         return [*checks, Check("warn", "contract", "not examined while SGLang filters this package out")]
     problems = contract.problems()
     checks += [Check("FAIL", "contract", p) for p in problems] or [
-        Check("ok", "contract", f"all {len(contract.all_rows())} symbols of SGLang have the shape we need")
+        Check("ok", "contract", f"all {len(contract.ROWS)} symbols of SGLang have the shape we need")
     ]
     if not problems and switches.status != "FAIL":
         checks += _fresh_process()

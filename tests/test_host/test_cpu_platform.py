@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sglang_eagle3_ext.errors import UnsupportedError
-from sglang_eagle3_ext.host import cpu
+from sglang_eagle3_ext.host import contract, cpu
 
 pytestmark = pytest.mark.host
 
@@ -89,12 +89,12 @@ def test_the_launcher_pays_for_no_more_than_the_platform(worker: dict[str, Any])
     assert set(worker["heavy_in_launcher"]) <= {"sglang_eagle3_ext.host.cpu.platform"}
 
 
-@pytest.mark.parametrize("symbol", cpu.CONTRACT, ids=lambda s: s.target)
-def test_every_symbol_of_the_contract_is_there(symbol: cpu.Symbol) -> None:
-    owner, _, name = symbol.target.rpartition(".")
+@pytest.mark.parametrize("row", contract.CPU_ROWS, ids=lambda row: row.target)
+def test_every_symbol_of_the_contract_is_there(row: contract.Row) -> None:
+    owner, _, name = row.target.rpartition(".")
     found = getattr(pkgutil.resolve_name(owner), name)
-    if symbol.parameters is not None:
-        assert set(symbol.parameters) <= set(inspect.signature(found).parameters), symbol.target
+    if row.parameters:
+        assert set(row.parameters) <= set(inspect.signature(found).parameters), row.target
 
 
 def test_overrides_accept_what_they_override() -> None:

@@ -131,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     asked = json.loads(arguments.prompts.read_text())
-    training = "\n".join(chat.user.lower() for chat in prompts.training() + prompts.validation())
+    training = "\n".join(chat.user.lower() for chat in prompts.questions() + prompts.forms() + prompts.validation())
     leaked = [e["topic"] for e in asked["unseen"] if e["topic"].lower() in training]
     leaked += [e["prompt"] for half in asked.values() for e in half if e["prompt"].lower() in training]
     if leaked:

@@ -3,7 +3,8 @@
     python generate.py --model .demo/SmolLM2-135M-Instruct --out DATA --shard 0 --of 2 &
     python generate.py --model .demo/SmolLM2-135M-Instruct --out DATA --shard 1 --of 2
 
-Every batch of prompts becomes one file ``DATA/train-00012.safetensors`` with the tensors
+Every batch of prompts becomes one file ``DATA/questions-00012.safetensors`` (with ``--forms``:
+``forms-00012.safetensors``) with the tensors
 
 - ``ids`` [N] int32: the sequences (prompt, then answer), one after the other; ``starts`` [R + 1] and
   ``prompt_lengths`` [R] cut them apart;
@@ -13,7 +14,7 @@ Every batch of prompts becomes one file ``DATA/train-00012.safetensors`` with th
 
 A file appears when it is complete, and a batch that has its file is skipped: stop and start at will, with
 any number of shards. After every fourth batch of a shard its short answers are carried one turn further
-(``follow-*``). ``validation-*`` is answered first, by shard 0.
+(``*-follow-*``). ``validation-*`` is answered first, by shard 0.
 """
 
 from __future__ import annotations
@@ -167,17 +168,20 @@ def jobs(
         path = out / "validation-00000.safetensors"
         if not path.exists():
             yield path, chats
-    chats = [render(tokenizer, c) for c in prompts.training(arguments.seed)]
+    name, conversations = (
+        ("forms", prompts.forms(arguments.seed)) if arguments.forms else ("questions", prompts.questions())
+    )
+    chats = [render(tokenizer, c) for c in conversations]
     groups = [chats[i : i + batch] for i in range(0, len(chats), batch)]
     mine = range(arguments.shard, len(groups), arguments.of)
     done: list[pathlib.Path] = []
     for index in mine:
-        path = out / f"train-{index:05d}.safetensors"
+        path = out / f"{name}-{index:05d}.safetensors"
         if not path.exists():
             yield path, groups[index]
         done.append(path)
         if len(done) == FOLLOWED_BATCHES:
-            follow = out / f"follow-{index:05d}.safetensors"
+            follow = out / f"{name}-follow-{index:05d}.safetensors"
             if not follow.exists():
                 made = follow_ups(done, tokenizer, eos, arguments.seed + index)
                 if made:
@@ -192,8 +196,9 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the data, 4.6 kB per token")
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--of", type=int, default=1, help="number of shards, one process each")
+    parser.add_argument("--forms", action="store_true", help="answer the filled forms instead of the questions")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--max-new", type=int, default=200)
+    parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

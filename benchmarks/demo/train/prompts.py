@@ -1,16 +1,19 @@
 """Prompts of our own writing from which the target generates the training text of the demo draft.
 
-Three disjoint sets of topics exist: ``TOPICS`` feed training, ``VALIDATION_TOPICS`` choose the checkpoint,
-and the topics of the unseen half of ``../prompts_eval.json`` occur in neither. A test of disjointness is
-part of ``evaluate.py``.
+``questions.txt`` holds some 4800 questions, each worded on its own, about ``TOPICS`` and about nothing in
+particular. ``questions_validation.txt``, on twelve topics of its own, chooses the checkpoint; the topics of
+the unseen half of ``../prompts_eval.json`` occur in neither. A test of disjointness is part of
+``evaluate.py``.
 
-Most prompts are a question form filled with a topic; the rest (how-to questions, code, sums, short scenes,
-rewriting, open questions) have no topic. A greedy target answers one prompt in one way only, so variety
-must come from the prompts.
+Forms are what came first: mostly a question form filled with a topic; the rest (how-to questions, code,
+sums, short scenes, rewriting, open questions) have no topic. A greedy target answers one prompt in one way
+only, so variety must come from the prompts, and a draft learns the wording of a form with its answer: forms
+alone do not carry over to questions that are worded otherwise.
 """
 
 from __future__ import annotations
 
+import pathlib
 import random
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -118,21 +121,6 @@ circuses
 """.replace("\n", "")
     .strip(";")
     .split(";")
-)
-
-VALIDATION_TOPICS: Final[tuple[str, ...]] = (
-    "tea",
-    "the Silk Road",
-    "astronomy",
-    "meditation",
-    "kindness",
-    "friendship",
-    "remote work",
-    "job interviews",
-    "small businesses",
-    "cooking pasta",
-    "yoga",
-    "museums",
 )
 
 QUESTION_FORMS: Final[tuple[str, ...]] = tuple(
@@ -430,8 +418,31 @@ def _with_systems(rng: random.Random, questions: Sequence[str]) -> list[Conversa
     return [Conversation(rng.choice(SYSTEMS) if rng.random() < 0.2 else None, question) for question in questions]
 
 
-def training(seed: int = 0, forms_per_topic: int = 8) -> list[Conversation]:
-    """Return the training conversations in the order in which they are to be answered.
+def _written(name: str) -> list[Conversation]:
+    lines = (pathlib.Path(__file__).parent / name).read_text().splitlines()
+    return [Conversation(None, line) for line in lines]
+
+
+def questions() -> list[Conversation]:
+    """Return the training questions of ``questions.txt``, whose order is random already.
+
+    Returns:
+        Conversations without duplicates, all with the template's own system line.
+    """
+    return _written("questions.txt")
+
+
+def validation() -> list[Conversation]:
+    """Return questions about topics that training never names; they choose the checkpoint.
+
+    Returns:
+        Five conversations on each of twelve topics.
+    """
+    return _written("questions_validation.txt")
+
+
+def forms(seed: int = 0, forms_per_topic: int = 8) -> list[Conversation]:
+    """Return the filled forms in the order in which they are to be answered.
 
     The order is shuffled, so any prefix of the list covers topics and question forms evenly and generation
     may stop anywhere.
@@ -444,28 +455,13 @@ def training(seed: int = 0, forms_per_topic: int = 8) -> list[Conversation]:
         Conversations without duplicates.
     """
     rng = random.Random(seed)
-    questions = [form.format(t=topic) for topic in TOPICS for form in rng.sample(QUESTION_FORMS, forms_per_topic)]
-    questions += rng.sample(_filled(HOW_TO_FORMS, HOW_TO), 320)
-    questions += rng.sample(_filled(CODE_FORMS, CODE), 170)
-    questions += rng.sample(_filled(SCENE_FORMS, SCENES), 100)
-    questions += rng.sample(_filled(SENTENCE_FORMS, SENTENCES), 90)
-    questions += OPEN
-    questions += _sums(rng, 160)
-    questions = list(dict.fromkeys(questions))
-    rng.shuffle(questions)
-    return _with_systems(rng, questions)
-
-
-def validation(seed: int = 1) -> list[Conversation]:
-    """Return conversations about topics that training never names; they choose the checkpoint.
-
-    Args:
-        seed: seed of the choice of question forms.
-
-    Returns:
-        Eight conversations for each topic of ``VALIDATION_TOPICS``.
-    """
-    rng = random.Random(seed)
-    questions = [form.format(t=topic) for topic in VALIDATION_TOPICS for form in rng.sample(QUESTION_FORMS, 8)]
-    rng.shuffle(questions)
-    return [Conversation(None, question) for question in questions]
+    filled = [form.format(t=topic) for topic in TOPICS for form in rng.sample(QUESTION_FORMS, forms_per_topic)]
+    filled += rng.sample(_filled(HOW_TO_FORMS, HOW_TO), 320)
+    filled += rng.sample(_filled(CODE_FORMS, CODE), 170)
+    filled += rng.sample(_filled(SCENE_FORMS, SCENES), 100)
+    filled += rng.sample(_filled(SENTENCE_FORMS, SENTENCES), 90)
+    filled += OPEN
+    filled += _sums(rng, 160)
+    filled = list(dict.fromkeys(filled))
+    rng.shuffle(filled)
+    return _with_systems(rng, filled)

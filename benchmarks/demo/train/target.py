@@ -8,6 +8,7 @@ One process with one thread is what it is made for.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Final, NamedTuple
 
@@ -169,20 +170,37 @@ class Target:
         Returns:
             One answer per prompt, in order.
         """
-        batch, width = len(prompts), max(map(len, prompts))
-        columns = width + max_new
+        # What all prompts begin with (the chat template's system line) is run once.
+        shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+        batch, width = len(prompts), max(map(len, prompts)) - shared
+        begin, columns = shared + width, shared + width + max_new
         cache = [torch.zeros(2, batch, self.kv_heads, columns, self.head_dim) for _ in self._layers]
+        kept_features: list[list[Tensor]] = [[] for _ in prompts]
+        kept_final: list[list[Tensor]] = [[] for _ in prompts]
+        if shared:
+            first = [layer[:, :1, :, :shared].clone() for layer in cache]
+            causal = torch.full((shared, shared), _MASKED).triu(1)
+            _, features, final = self.forward(
+                torch.tensor([prompts[0][:shared]]), torch.arange(shared)[None], 0, causal[None, None], first
+            )
+            for layer, begun in zip(cache, first, strict=True):
+                layer[:, :, :, :shared] = begun
+            for row in range(batch):
+                kept_features[row].append(features[0])
+                kept_final[row].append(final[0])
         ids = torch.zeros(batch, width, dtype=torch.long)
-        pad = torch.tensor([width - len(p) for p in prompts])
+        pad = torch.tensor([shared + width - len(p) for p in prompts])
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        hidden = torch.arange(columns) < pad[:, None]
+            ids[row, int(pad[row]) :] = torch.tensor(prompt[shared:])
+        column = torch.arange(columns)
+        hidden = (column >= shared) & (column < shared + pad[:, None])
         mask = torch.zeros(batch, 1, 1, columns).masked_fill_(hidden[:, None, None], _MASKED)
-        positions = (torch.arange(width) - pad[:, None]).clamp(min=0)
-        causal = torch.full((width, width), _MASKED).triu(1)
-        logits, features, final = self.forward(ids, positions, 0, mask[..., :width] + causal, cache)
-        kept_features = [[features[row, int(pad[row]) :]] for row in range(batch)]
-        kept_final = [[final[row, int(pad[row]) :]] for row in range(batch)]
+        positions = shared + (torch.arange(width) - pad[:, None]).clamp(min=0)
+        causal = F.pad(torch.full((width, width), _MASKED).triu(1), (shared, 0))
+        logits, features, final = self.forward(ids, positions, shared, mask[..., :begin] + causal, cache)
+        for row in range(batch):
+            kept_features[row].append(features[row, int(pad[row]) :])
+            kept_final[row].append(final[row, int(pad[row]) :])
         completions: list[list[int]] = [[] for _ in prompts]
         alive = list(range(batch))
         next_position = positions[:, -1]
@@ -201,9 +219,9 @@ class Target:
                 mask, token, next_position = mask[keep], token[keep], next_position[keep]
                 alive = [alive[i] for i in keep.tolist()]
             next_position = next_position + 1
-            column = width + step
+            at = begin + step
             logits, features, final = self.forward(
-                token[:, None], next_position[:, None], column, mask[..., : column + 1], cache
+                token[:, None], next_position[:, None], at, mask[..., : at + 1], cache
             )
             for i, row in enumerate(alive):
                 if completions[row][-1] not in self.eos:

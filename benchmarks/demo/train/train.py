@@ -97,7 +97,7 @@ def batches(sequences: list[Sequence], size: int, rng: random.Random) -> list[li
 
 
 def losses(
-    draft: Draft, embedding: Tensor, part: Tensor, batch: list[Sequence], steps: int
+    draft: Draft, embedding: Tensor, part: Tensor, batch: list[Sequence], steps: int, state_weight: float
 ) -> list[tuple[Tensor, float]]:
     """Return the loss and the agreement of each step on a batch.
 
@@ -111,6 +111,7 @@ def losses(
         part: rows of the draft's head to compare on, ascending.
         batch: sequences.
         steps: steps to unroll.
+        state_weight: weight of the distance between draft state and target state.
 
     Returns:
         For each step the mean loss, and the share of predictions equal to the target's choice, both within
@@ -133,7 +134,8 @@ def losses(
     start = max(0, int(position.min()) - steps)
     with torch.no_grad():
         # The target's head is its embedding.
-        wanted = torch.cat(answers).float() @ embedding[draft.target_ids[part]].T
+        states = torch.cat(answers).float()
+        wanted = states @ embedding[draft.target_ids[part]].T
         choice = wanted.argmax(-1)
         wanted = wanted.softmax(-1)
     hidden, past, made = draft.fc(features), [], []
@@ -141,9 +143,13 @@ def losses(
     for k in range(steps):
         first = 0 if k == 0 else start
         hidden = draft.layer(F.embedding(ids[:, 1 + k + first : 1 + k + rows], embedding), hidden, past, start)
-        logits = F.linear(draft.norm(hidden[sequence, position - 1 - k - start]), head)
+        normed = draft.norm(hidden[sequence, position - 1 - k - start])
+        logits = F.linear(normed, head)
         agreement = (logits.detach().argmax(-1) == choice).float().mean()
-        made.append((F.cross_entropy(logits, wanted), float(agreement)))
+        loss = F.cross_entropy(logits, wanted)
+        if state_weight:
+            loss = loss + state_weight * F.smooth_l1_loss(normed, states)
+        made.append((loss, float(agreement)))
     return made
 
 
@@ -212,7 +218,15 @@ class Run:
         if arguments.init is not None:
             self.draft.load(arguments.init)
         self.average = copy.deepcopy(self.draft).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+        head = [self.draft.lm_head.weight]
+        layer = [p for p in self.draft.parameters() if p is not head[0]]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": layer, "scale": 1.0}, {"params": head, "scale": arguments.head_rate}],
+            lr=0.0,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+        )
+        self.draft.lm_head.weight.requires_grad_(arguments.head_rate > 0)
         self.update, self.seconds, self.best = 0, 0.0, 0.0
         if saved is not None:
             self.draft.load_state_dict(saved["draft"])
@@ -221,7 +235,7 @@ class Run:
             self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]
 
     def _finished(self) -> list[str]:
-        kinds = ("train", "follow")
+        kinds = ("questions", "forms")
         return sorted(p.name for kind in kinds for p in self.arguments.data.glob(f"{kind}-*.safetensors"))
 
     def _volume(self) -> dict[str, int]:
@@ -286,12 +300,12 @@ class Run:
                     self.log["epochs"].append({"update": self.update, **self._volume()})
                 rate = a.lr * min(1.0, (self.update + 1) / a.warmup) * (1.0 - self.update / last)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group["scale"]
                 steps = 1 if self.update < a.one_step else STEPS
                 batch = [self.sequences[i] for i in order[self.index]]
                 self.index += 1
                 part = self._part(batch, random.Random(a.seed * 1_000_000 + self.update))
-                made = losses(self.draft, self.embedding, part, batch, steps)
+                made = losses(self.draft, self.embedding, part, batch, steps, a.state_weight)
                 loss = sum((STEP_WEIGHT**k * value for k, (value, _) in enumerate(made)), torch.zeros(()))
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -334,16 +348,21 @@ def main() -> None:
     parser.add_argument("--test-time", type=int, required=True, help="updates of the second phase")
     parser.add_argument("--frequent", type=int, default=2048, help="most frequent tokens, part of every update")
     parser.add_argument("--others", type=int, default=1536, help="random other tokens of an update")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per update")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per update")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate, decays linearly to 0")
+    parser.add_argument(
+        "--head-rate", type=float, default=0.1, help="learning rate of the head, times that of the rest"
+    )
+    parser.add_argument("--state-weight", type=float, default=0.0, help="weight of the distance to the target's state")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--average", type=float, default=0.99, help="decay of the average of the weights")
-    parser.add_argument("--validate-on", type=int, default=48, help="validation sequences used")
+    parser.add_argument("--validate-on", type=int, default=60, help="validation sequences used")
     parser.add_argument("--validate-every", type=int, default=200)
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     Run(arguments).train()
 
