@@ -7,16 +7,14 @@ table of SGLang's symbols is the contract that is checked at start.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host import bench, contract
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -24,61 +22,11 @@ COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 RESULT = ROOT / "benchmarks" / "results" / "demo.json"
 NO_FIGURES = "No figures are committed yet. `make demo` takes them on your machine.\n"
 
-LABELS = {
-    "baseline": "no speculation",
-    "stock": "EAGLE-3, read by stock's rules",
-    "ours": "EAGLE-3, as it was trained",
-}
-HEADER = (
-    "server",
-    "tok/s",
-    "spread",
-    "vs none",
-    "accept length",
-    "identical",
-    "differences that are near-ties",
-)
-
-
-def cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Format the runs of a result file, one tuple of texts each."""
-    runs = {run["name"]: run for run in result["runs"]}
-    base = runs["baseline"]["tok_s"]
-    rows: list[tuple[str, ...]] = []
-    for name, run in runs.items():
-        length, ties = run["spec_accept_length"], run["near_ties"]
-        differing = len({d["question"] for d in result["differences"] if d["name"] == name})
-        rows.append(
-            (
-                LABELS.get(name, name),
-                f"{run['tok_s']:.2f}",
-                f"{min(run['tok_s_rounds']):.2f} to {max(run['tok_s_rounds']):.2f}",
-                f"{run['tok_s'] / base:.2f}x",
-                "-" if length is None else f"{length:.2f}",
-                f"{100 * run['identical']:.0f} %",
-                f"{ties} of {differing} differing" if differing else "-",
-            )
-        )
-    return rows
-
-
-def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay rows out in columns for a terminal, numbers to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
 
 def figures(result: dict[str, Any]) -> str:
     """Write the README's table with what it was measured on."""
     machine, versions, settings = result["machine"], result["versions"], result["settings"]
-    table = [HEADER, ["---", *["---:"] * (len(HEADER) - 1)], *cells(result)]
+    table = [bench.HEADER, ["---", *["---:"] * (len(bench.HEADER) - 1)], *bench.cells(result)]
     lines = ["| " + " | ".join(row) + " |" for row in table]
     note = (
         f"`make demo` on {machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request "
@@ -88,33 +36,6 @@ def figures(result: dict[str, Any]) -> str:
         "Data: [demo.json](benchmarks/results/demo.json)."
     )
     return "\n".join([*lines, "", note]) + "\n"
-
-
-def picture(result: dict[str, Any], path: Path) -> bool:
-    """Draw tok/s as bars; say whether it was possible (matplotlib is optional)."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs = result["runs"]
-    figure, axes = pyplot.subplots(figsize=(7, 0.7 * len(runs) + 1.2))
-    speed = [run["tok_s"] for run in runs]
-    below = [run["tok_s"] - min(run["tok_s_rounds"]) for run in runs]
-    above = [max(run["tok_s_rounds"]) - run["tok_s"] for run in runs]
-    bars = axes.barh([LABELS.get(run["name"], run["name"]) for run in runs], speed, xerr=[below, above], capsize=3)
-    lengths = [run["spec_accept_length"] for run in runs]
-    axes.bar_label(bars, [f"{x:.1f}" for x in speed], padding=8)
-    axes.bar_label(bars, [f"accept length {x:.2f}" if x else "" for x in lengths], label_type="center", color="white")
-    axes.invert_yaxis()
-    axes.set_xlabel(f"tok/s, median of {len(runs[0]['tok_s_rounds'])} rounds (bar: slowest and fastest round)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return True
 
 
 def inspect_example() -> str:

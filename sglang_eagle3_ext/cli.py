@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_eagle3_ext import __version__, assembly, formats
+from sglang_eagle3_ext import __version__, assembly, formats, resave
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, Finding, Source
 
@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     doctor.set_defaults(command=_doctor)
+
+    from sglang_eagle3_ext.host import bench, serve
+
+    serve.add_command(commands)
+    bench.add_command(commands)
+    resave.add_command(commands)
     return parser
 
 

@@ -66,7 +66,7 @@ def run(as_json: bool = False) -> int:
 
 def examine() -> list[Check]:
     """Run every check, the cheap ones first; the one that starts a process only when SGLang is there."""
-    filters, switches = _filters(), _switches()
+    filters, switches = filters(), _switches()
     checks = [_versions(), *_entry_points(), filters, switches, *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
@@ -119,7 +119,7 @@ def _entry_points() -> list[Check]:
     return checks
 
 
-def _filters() -> Check:
+def filters() -> Check:
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     names = {x.strip() for x in allowed.split(",") if x.strip()}
     if names and _NAME not in names:

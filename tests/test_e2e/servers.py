@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.demo.servers import Server, free_port, running
+from sglang_eagle3_ext.host.servers import Server, free_port, running
 
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")

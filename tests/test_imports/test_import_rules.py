@@ -22,9 +22,10 @@ ALLOWED = {
     "formats": {"errors", "spec"},
     "assembly": {"errors", "spec"},
     "reference": {"errors", "spec", "formats", "assembly"},
+    "resave": {"errors", "spec", "formats", "assembly"},
     "probe": {"errors", "spec", "formats", "assembly", "reference"},
     "host": {"errors", "spec", "formats", "assembly", "reference", "kernels"},
-    "cli": {"errors", "spec", "formats", "assembly", "reference", "probe", "host"},
+    "cli": {"errors", "spec", "formats", "assembly", "reference", "resave", "probe", "host"},
 }
 FOREIGN_TO_KERNELS = {"torch", "triton"} | set(sys.stdlib_module_names)
 

@@ -1,4 +1,4 @@
-"""Servers of the demo, with a stand-in that serves /health: they come up and never outlive their block."""
+"""Servers of a comparison, with a stand-in that serves /health: they come up and never outlive their block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo.servers import Server, ServerError, running
+from sglang_eagle3_ext.host.servers import Server, ServerError, running, stop
 
 STAND_IN = """
 import http.server, signal, subprocess, sys
@@ -72,7 +72,7 @@ def test_an_error_in_the_block_stops_the_servers(tmp_path: Path, error: type[Bas
 
 
 def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.demo.servers.stop.__defaults__", (0.5,))
+    monkeypatch.setattr("sglang_eagle3_ext.host.servers.stop.__defaults__", (0.5,))
     one = server(tmp_path, "one", STAND_IN, "stubborn")
     with running([one]):
         pass
@@ -92,25 +92,49 @@ def test_a_server_that_dies_shows_its_log_and_takes_the_others_along(tmp_path: P
     assert wait_gone(pids_of(good))
 
 
-def test_sigterm_to_the_demo_stops_its_servers(tmp_path: Path):
+def test_sigterm_to_the_caller_stops_its_servers(tmp_path: Path):
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from benchmarks.demo.servers import Server, running
+from sglang_eagle3_ext.host.servers import Server, running
 one = Server("one", [sys.executable, "-c", {STAND_IN!r}], Path({str(tmp_path / "one.log")!r}))
 with running([one]):
     print("up", flush=True)
     time.sleep(600)
 """
-    demo = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert demo.stdout is not None
-    assert demo.stdout.readline() == "up\n"
+    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "up\n"
     pids = pids_of(server(tmp_path, "one", ""))
     assert all(map(is_alive, pids))
-    demo.send_signal(signal.SIGTERM)
-    assert demo.wait(timeout=20) == 128 + signal.SIGTERM
+    caller.send_signal(signal.SIGTERM)
+    assert caller.wait(timeout=20) == 128 + signal.SIGTERM
     assert wait_gone(pids)
+
+
+def test_one_after_the_other_the_next_starts_when_the_first_answers(tmp_path: Path):
+    first = server(tmp_path, "first", STAND_IN)
+    code = f"assert __import__('os').path.getsize({str(first.log)!r})\n" + STAND_IN
+    with running([first, server(tmp_path, "second", code)], at_once=False):
+        pass
+    assert wait_gone(pids_of(first))
+
+
+def test_a_second_sigterm_does_not_keep_servers_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sglang_eagle3_ext.host.servers.stop.__defaults__", (0.5,))
+    one = server(tmp_path, "one", STAND_IN, "stubborn")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def impatient(servers: list[Server], grace_s: float = 0.5) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop(servers, grace_s)
+
+    monkeypatch.setattr("sglang_eagle3_ext.host.servers.stop", impatient)
+    with running([one]):
+        pass
+    assert wait_gone(pids_of(one))
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_printed_command_is_the_command(tmp_path: Path):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.demo.near_ties import Disagreement, judge
+from sglang_eagle3_ext.host.measure import Answer, Record
+from sglang_eagle3_ext.host.near_ties import Disagreement, find_disagreements, judge
 
 transformers = pytest.importorskip("transformers")
 PREFIX = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -67,3 +68,30 @@ def test_tokens_closer_than_bfloat16_can_tell_are_a_near_tie(tmp_path: Path, mod
 
 def test_nothing_to_judge_loads_no_model(tmp_path: Path):
     assert judge(tmp_path / "absent", []) == []
+
+
+def test_in_float32_nothing_is_a_near_tie_and_no_model_is_loaded(tmp_path: Path):
+    (found,) = judge(tmp_path / "absent", [disagreement(11, 12)], "float32")
+    assert not found.is_near_tie
+    assert found.gap is None
+
+
+def test_an_answer_that_only_ends_early_is_no_near_tie(tmp_path: Path):
+    (found,) = judge(tmp_path / "absent", [Disagreement("ours", 0, PREFIX, 5, 11, None)])
+    assert not found.is_near_tie
+
+
+def test_each_first_difference_is_found_once():
+    def record(*texts: tuple[int, ...]) -> Record:
+        return Record([Answer(0, r, (7, 8), text, None, ()) for r, text in enumerate(texts)], [1.0] * len(texts))
+
+    records = {
+        "baseline": record((1, 2, 3), (1, 2, 3), (1, 2, 3)),
+        "stock": record((1, 2, 3), (1, 2, 3), (1, 2)),
+        "ours": record((1, 5, 3), (1, 5, 9), (1, 2, 4)),
+    }
+    assert find_disagreements(records) == [
+        Disagreement("stock", 0, (7, 8, 1, 2), 2, 3, None),
+        Disagreement("ours", 0, (7, 8, 1), 1, 2, 5),
+        Disagreement("ours", 0, (7, 8, 1, 2), 2, 3, 4),
+    ]

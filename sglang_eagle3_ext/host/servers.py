@@ -15,15 +15,18 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+from sglang_eagle3_ext.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_TAIL_LINES = 25
 
 
 class ServerError(RuntimeError):
-    """Say that a server died or did not become ready, with the tail of its log."""
+    """Say that a server died, did not become ready or did not answer, with the tail of its log."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Server:
         """
         if self._process is None or self._process.poll() is not None:
             code = self._process and self._process.returncode
-            raise ServerError(f"server {self.name!r} ended with code {code}.\n{self.log_tail()}")
+            raise self.error(f"ended with code {code}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=20) as answer:
                 return bool(answer.status == 200)
@@ -96,6 +99,10 @@ class Server:
         except ProcessLookupError:
             return False
         return True
+
+    def error(self, what: str) -> ServerError:
+        """Build the error that says what the server did, with the tail of its log."""
+        return ServerError(f"server {self.name!r} {what}.\n{self.log_tail()}")
 
     def log_tail(self) -> str:
         """Return the last lines of the log and where the rest is."""
@@ -134,7 +141,17 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
 
 
 def progress(total: int, what: str) -> tqdm[Any]:
-    """Return a progress bar that moves on a terminal and prints a line now and then elsewhere."""
+    """Return a progress bar that moves on a terminal and prints a line now and then elsewhere.
+
+    Raises:
+        UnsupportedError: tqdm is not installed.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise UnsupportedError(
+            "tqdm: not installed; expected it for the progress bars. Install it: pip install tqdm."
+        ) from None
     return tqdm(
         total=total,
         desc=what,
@@ -156,21 +173,40 @@ def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
-def running(servers: Sequence[Server], timeout_s: float = 900.0) -> Iterator[None]:
-    """Keep servers up for the duration of a block; they are stopped however it ends."""
+def signals_as_exit() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that every ``finally`` of a block runs."""
 
     def terminated(signum: int, frame: object) -> None:
         raise SystemExit(128 + signum)
 
     previous = {signum: signal.signal(signum, terminated) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        for server in servers:
-            server.start()
-        wait_ready(servers, timeout_s)
         yield
     finally:
-        # A second Ctrl-C must not leave a server behind.
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop(servers)
-        for signum, handler in {**previous, signal.SIGINT: interrupt}.items():
+        for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[Server], timeout_s: float = 900.0, *, at_once: bool = True) -> Iterator[None]:
+    """Keep servers up for the duration of a block; they are stopped however it ends.
+
+    Args:
+        servers: what to start.
+        timeout_s: how long to wait for each start.
+        at_once: start all together; otherwise each one finds the others' memory taken before it sizes its own.
+    """
+    with signals_as_exit():
+        try:
+            for batch in [servers] if at_once else [[server] for server in servers]:
+                for server in batch:
+                    server.start()
+                wait_ready(batch, timeout_s)
+            yield
+        finally:
+            # A second Ctrl-C or SIGTERM must not leave a server behind.
+            signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+            stop(servers)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)

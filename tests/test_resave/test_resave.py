@@ -1,0 +1,571 @@
+"""``configure`` and ``export``: what is written, what is kept byte for byte, and when nothing is written.
+
+The oracles are the parser of the standard library, the reader, and ``reference.ReferenceDraft``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import DELETE, write_draft, write_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sglang_eagle3_ext import assembly, resave
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.formats import read_draft, read_target, read_tensors
+from sglang_eagle3_ext.reference import ReferenceDraft
+
+SHUFFLED = {"eagle3_ext": {"sources": ["layer5", "embed", "layer2"]}}
+
+
+def run(*argv: object) -> int:
+    """Run one of the two commands as the command line does."""
+    parser = argparse.ArgumentParser()
+    resave.add_command(parser.add_subparsers(required=True))
+    args = parser.parse_args(list(map(str, argv)))
+    return args.command(args)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Read every file of a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def kept_apart_from(old: str, new: str) -> int:
+    """Count the characters of the old text that stand unchanged around the one place that was edited."""
+    before = len(os.path.commonprefix([old, new]))
+    after = len(os.path.commonprefix([old[before:][::-1], new[before:][::-1]]))
+    return before + after
+
+
+# ---- the text of config.json ----------------------------------------------------------------------------
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-9, 10**12), st.floats(allow_nan=False), st.text(max_size=4))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=5)
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "indent": st.sampled_from([None, 0, 1, 4, "\t"]),
+        "separators": st.sampled_from([None, (",", ":"), (", ", " : "), (" ,", ":  ")]),
+        "ensure_ascii": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(OBJECTS, LAYOUTS, st.sampled_from(["\n", "\r\n"]), st.sampled_from(["", "\n", "\n\n"]), VALUES)
+def test_an_inserted_member_leaves_every_other_character(config, layout, newline, end, value):
+    config.pop("eagle3_ext", None)
+    old = (json.dumps(config, **layout) + end).replace("\n", newline)
+    new = resave.edit_json(old, [(("eagle3_ext",), value)])
+    assert json.loads(new) == {**config, "eagle3_ext": value}
+    assert kept_apart_from(old, new) == len(old)
+    assert newline == "\n" or "\n" not in new.replace("\r\n", "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(OBJECTS.filter(bool), LAYOUTS, VALUES, st.data())
+def test_replaced_and_removed_members_leave_every_other_value(config, layout, value, data):
+    key = data.draw(st.sampled_from(sorted(config)))
+    before, after = json.dumps({**config, key: "@here@"}, **layout).split('"@here@"')
+    old = before + json.dumps(config, **layout)[len(before) : -len(after)] + after
+    new = resave.edit_json(old, [((key,), value)])
+    assert json.loads(new) == {**config, key: value}
+    assert (new[: len(before)], new[-len(after) :]) == (before, after)
+    gone = resave.edit_json(old, [((key,), resave.REMOVE)])
+    assert json.loads(gone) == {k: v for k, v in config.items() if k != key}
+
+
+WEIRD = [
+    pytest.param('{"a":1e-05,"b":[1,  2]}', id="one-line"),
+    pytest.param('{\n\t"a": 1E-5,\n\t"b":\t[1,\n2]\n}', id="tabs-no-end"),
+    pytest.param('{\r\n  "a": 0.10,\r\n\r\n  "b": [1]\r\n}\r\n', id="crlf"),
+    pytest.param('  {  "a"  :  1.50  ,  "b"  :  "\\u00e9é\\ud83d"  }  \n\n', id="spaces"),
+    pytest.param('{\n"ü": "漢",\n    "a": -0,\n "b": {}}\n', id="ragged"),
+]
+
+
+@pytest.mark.parametrize("old", WEIRD)
+def test_weird_text_survives_set_and_unset(old: str):
+    ext = {"sources": ["embed", "layer3"], "strict": True}
+    new = resave.edit_json(old, [(("eagle3_ext", key), value) for key, value in ext.items()])
+    assert json.loads(new)["eagle3_ext"] == ext
+    assert kept_apart_from(old, new) == len(old)
+    assert resave.edit_json(new, [(("eagle3_ext",), resave.REMOVE)]) == old
+
+
+def test_new_members_are_laid_out_like_their_neighbours():
+    assert resave.edit_json('{"a":1}', [(("x", "y"), [1, 2])]) == '{"a":1,"x":{"y":[1,2]}}'
+    assert resave.edit_json('{"a": 1}', [(("x", "y"), [1, 2])]) == '{"a": 1, "x": {"y": [1, 2]}}'
+    assert (
+        resave.edit_json('{\n\t"x": {\n\t\t"y": 1\n\t}\n}', [(("x", "z"), [2])])
+        == '{\n\t"x": {\n\t\t"y": 1,\n\t\t"z": [\n\t\t\t2\n\t\t]\n\t}\n}'
+    )
+    assert resave.edit_json('{\n "x": {}\n}', [(("x", "z"), 2)]) == '{\n "x": {\n  "z": 2\n }\n}'
+
+
+def test_a_key_that_stood_twice_stands_once():
+    assert resave.edit_json('{"x": 1, "a": 2, "x": 3}', [(("x",), 4)]) == '{"a": 2, "x": 4}'
+    assert resave.edit_json('{"x": {"y": 1}, "x": {"y": 2}}', [(("x", "z"), 3)]) == '{"x": {"y": 2, "z": 3}}'
+
+
+# ---- configure ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return write_target(tmp_path / "target")
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    return write_draft(tmp_path / "draft")
+
+
+def test_configure_declares_sources_and_keeps_the_rest(draft: Path, target: Path, capsys):
+    old = tree(draft)
+    os.chmod(draft / "config.json", 0o640)
+    assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--target", target) == 0
+    new = tree(draft)
+    assert new.pop("config.json.bak") == old["config.json"]
+    config = json.loads(new.pop("config.json"))
+    assert config.pop("eagle3_ext") == {"sources": ["embed", "layer2", "layer5"]}
+    # Plain ids of a Llama are outputs, and the embedding the output of layer -1.
+    assert config.pop("eagle_config") == {
+        "eagle_aux_hidden_state_layer_ids": [-1, 2, 5],
+        "use_aux_hidden_state": True,
+    }
+    assert config == json.loads(old.pop("config.json"))
+    assert new == old
+    assert stat.S_IMODE((draft / "config.json").stat().st_mode) == 0o640
+    plan = assembly.plan(read_draft(draft), read_target(target))
+    assert plan.boundaries == plan.stock_boundaries == (0, 3, 6)
+    assert "config.json.bak" in capsys.readouterr().out
+
+
+def test_backups_are_never_overwritten_and_no_change_makes_none(draft: Path):
+    for value in ("true", "false", "true"):
+        assert run("configure", draft, "--set", f"strict={value}", "--set", "sources=embed,layer2,layer5") == 0
+    assert run("configure", draft, "--set", "strict=true") == 0
+    assert sorted(p.name for p in draft.glob("*.bak*")) == ["config.json.bak", "config.json.bak1", "config.json.bak2"]
+    assert "eagle3_ext" not in (draft / "config.json.bak").read_text()
+    assert json.loads((draft / "config.json.bak2").read_text())["eagle3_ext"]["strict"] is False
+
+
+def test_unset_gives_back_the_very_bytes(draft: Path):
+    old = (draft / "config.json").read_bytes()
+    assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--set", "rope_theta=1e6") == 0
+    assert run("configure", draft, "--unset", "rope_theta") == 0
+    assert json.loads((draft / "config.json").read_text())["eagle3_ext"] == {"sources": ["embed", "layer2", "layer5"]}
+    assert run("configure", draft, "--unset", "sources") == 0
+    assert (draft / "config.json").read_bytes() == old
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        pytest.param(
+            ["--set", "sourcse=embed", "--set", "norms=some", "--set", "producer=me"],
+            ["sourcse", "norms", "producer"],
+            id="unknown-key-and-values",
+        ),
+        pytest.param(["--set", "sources=embed,layer2"], ["fc.weight", "3 sources"], id="too-few-sources"),
+        pytest.param(["--set", "sources=embed,lay2,layer"], ["'lay2'", "'layer'"], id="grammar"),
+        pytest.param(
+            ["--set", "strict=true", "--set", "strict=true", "--unset", "order"],
+            ["--set strict", "--unset order"],
+            id="twice-and-absent",
+        ),
+        pytest.param([], ["--set"], id="nothing"),
+        pytest.param(["--set", "rope_theta=NaN"], ["rope_theta"], id="nan"),
+    ],
+)
+def test_errors_are_reported_together_and_write_nothing(draft: Path, argv: list[str], words: list[str]):
+    old = tree(draft)
+    with pytest.raises(CheckpointError) as error:
+        run("configure", draft, *argv)
+    assert all(word in str(error.value) for word in words)
+    assert "sglang-eagle3-" not in str(error.value)
+    assert tree(draft) == old
+
+
+def test_a_source_that_the_target_lacks_writes_nothing(draft: Path, target: Path):
+    old = tree(draft)
+    with pytest.raises(CheckpointError, match="layer31"):
+        run("configure", draft, "--set", "sources=embed,layer3,layer31", "--target", target)
+    assert tree(draft) == old
+
+
+@pytest.mark.parametrize(
+    ("changes", "sources", "reason"),
+    [
+        ({}, "layer5,embed,layer2", "ascending"),
+        ({}, "embed,layer2,last", "cannot capture"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}, "embed,layer2,layer5", "disagree"),
+        ({"architectures": ["LlamaForCausalLM"]}, "embed,layer2,layer5", "plain language model"),
+    ],
+)
+def test_ids_for_stock_are_left_out_with_a_reason(tmp_path: Path, target: Path, capsys, changes, sources, reason):
+    draft = write_draft(tmp_path / "draft", config_changes=changes)
+    assert run("configure", draft, "--set", f"sources={sources}", "--target", target) == 0
+    assert "eagle_config" not in json.loads((draft / "config.json").read_text())
+    assert reason in next(line for line in capsys.readouterr().err.splitlines() if "not written" in line)
+
+
+def test_never_through_a_link_and_never_into_a_cache_or_a_read_only_file(tmp_path: Path, draft: Path):
+    blob = tmp_path / "blob"
+    (draft / "config.json").rename(blob)
+    (draft / "config.json").symlink_to(blob)
+    old = blob.read_bytes()
+    with pytest.raises(CheckpointError, match="is a link.*--out"):
+        run("configure", draft, "--set", "strict=true", "--set", "sources=embed,layer2,layer5")
+    (draft / "config.json").unlink()
+    (draft / "config.json").write_bytes(old)
+    os.chmod(draft / "config.json", 0o444)
+    with pytest.raises(CheckpointError, match="read-only.*--out"):
+        run("configure", draft, "--set", "sources=embed,layer2,layer5")
+    cached = write_draft(tmp_path / "models--a--draft" / "snapshots" / "0123")
+    with pytest.raises(CheckpointError, match="Hub cache.*--out"):
+        run("configure", cached, "--set", "sources=embed,layer2,layer5")
+    assert blob.read_bytes() == (draft / "config.json").read_bytes() == old
+    assert not list(tmp_path.rglob("*.bak*"))
+
+
+def test_out_writes_a_whole_copy_and_leaves_the_original(tmp_path: Path, draft: Path):
+    (draft / "README.md").write_text("a draft")
+    (draft / "logs").mkdir()
+    (draft / "logs" / "train.txt").write_text("loss")
+    blob = tmp_path / "blob"
+    (draft / "model.safetensors").rename(blob)
+    (draft / "model.safetensors").symlink_to(blob)
+    old, out = tree(draft), tmp_path / "new" / "copy"
+    assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--out", out) == 0
+    new = tree(out)
+    assert json.loads(new.pop("config.json"))["eagle3_ext"] == {"sources": ["embed", "layer2", "layer5"]}
+    assert tree(draft) == old
+    del old["config.json"]
+    assert new == old
+    assert not (out / "model.safetensors").is_symlink()
+    assert os.listdir(out.parent) == ["copy"]
+    for refused in (out, draft / "inner", out / "config.json"):
+        with pytest.raises(CheckpointError, match="--out"):
+            run("configure", draft, "--set", "strict=true", "--set", "sources=embed,layer2,layer5", "--out", refused)
+
+
+def test_print_prints_the_new_config_alone_and_writes_nothing(draft: Path, capsys):
+    old = tree(draft)
+    assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--print") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["eagle3_ext"] == {"sources": ["embed", "layer2", "layer5"]}
+    assert kept_apart_from(old["config.json"].decode(), out) == len(old["config.json"])
+    assert '+  "sources": [' in err
+    assert tree(draft) == old
+
+
+# ---- export ---------------------------------------------------------------------------------------------
+
+
+def opened(folder: Path) -> ReferenceDraft:
+    spec = read_draft(folder)
+    embed = torch.randn(96, 32, generator=torch.Generator().manual_seed(7))
+    head = torch.randn(96, 32, generator=torch.Generator().manual_seed(8)) if spec.lm_head == "target" else None
+    return ReferenceDraft(spec, dict(read_tensors(spec)), embed=embed, lm_head=head, dtype=torch.float64)
+
+
+def assert_same_draft(original: Path, exported: Path, target: Path) -> None:
+    """Feed both with the same states of the target, each in its own columns, and compare what they compute."""
+    facts = read_target(target)
+    before, after = opened(original), opened(exported)
+    plans = [assembly.plan(read_draft(folder), facts) for folder in (original, exported)]
+    assert plans[1].boundaries == plans[0].capture
+    assert not [f for f in plans[1].findings if f.severity != "info"]
+    generator = torch.Generator().manual_seed(3)
+    states = {b: torch.randn(9, 32, generator=generator, dtype=torch.float64) for b in plans[0].capture}
+    tokens = torch.randint(96, (9,), generator=generator)
+    steps = []
+    for reference, plan in zip((before, after), plans, strict=True):
+        features = torch.cat([states[b] for b in plan.boundaries], dim=-1)
+        step, cache = reference.feature_pass(reference.project(features), tokens)
+        steps += [step.logits, step.state]
+        steps.append(reference.propose_chain(features, tokens, 4))
+    torch.testing.assert_close(steps[0], steps[3], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(steps[1], steps[4], rtol=1e-12, atol=1e-12)
+    assert torch.equal(steps[2], steps[5])
+
+
+def norms(**sizes: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {f"{name}.weight": 1 + torch.rand(size, generator=generator) for name, size in sizes.items()}
+
+
+PER_SOURCE = {f"fc_norm.{i}.weight": 1 + torch.rand(32, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+ABSOLUTE = torch.randperm(96, generator=torch.Generator().manual_seed(1))[:37].sort().values
+ONE_TO_ONE = {"lm_head.weight": None, "d2t": None, "t2d": None}
+
+FOR_STOCK: list[Any] = [
+    pytest.param({"config_changes": SHUFFLED}, id="permuted"),
+    pytest.param(
+        {"config_changes": {**SHUFFLED, "fc_norm": True}, "tensor_changes": PER_SOURCE}, id="permuted-per-source-norms"
+    ),
+    pytest.param(
+        {
+            "config_changes": {**SHUFFLED, "eagle_config": {"norm_before_fc": True}},
+            "tensor_changes": norms(input_norm=96),
+        },
+        id="permuted-concatenation-norm",
+    ),
+    pytest.param(
+        {"dialect": "eagle", "config_changes": {"eagle3_ext": {"sources": ["layer3", "layer1", "embed"]}}}, id="renamed"
+    ),
+    pytest.param(
+        {"dialect": "speculators", "tensor_changes": {"embed_tokens.weight": None}, "config_changes": SHUFFLED},
+        id="speculators",
+    ),
+    pytest.param(
+        {
+            "config_changes": {
+                "eagle3_ext": {**SHUFFLED["eagle3_ext"], "vocab_map": "absolute", "rope_theta": 5e5, "strict": True},
+                "eagle_config": None,
+            },
+            "tensor_changes": {"d2t": ABSOLUTE, "t2d": None},
+        },
+        id="absolute-map-and-rope",
+    ),
+    pytest.param(
+        {
+            "config_changes": {
+                "eagle3_ext": {**SHUFFLED["eagle3_ext"], "recurrent_state": "post_norm", "embed": "target"},
+                "num_aux_hidden_states": 2,
+                "num_hidden_layers": 30,
+                "target_hidden_size": None,
+            },
+            "tensor_changes": {"embed_tokens.weight": torch.zeros(96, 32)},
+        },
+        id="what-stock-misreads",
+    ),
+    pytest.param(
+        {"config_changes": {**SHUFFLED, "draft_vocab_size": 96}, "tensor_changes": ONE_TO_ONE, "draft_vocab": 96}
+        | {"tensor_changes": {"lm_head.weight": None}},
+        id="head-of-the-target",
+    ),
+    pytest.param({"config_changes": SHUFFLED, "layers": 2}, id="two-layers"),
+    pytest.param(
+        {
+            "config_changes": {"eagle_config": {"use_aux_hidden_state": False}},
+            "tensor_changes": {"fc.weight": None},
+        },
+        id="without-fc",
+    ),
+]
+
+
+@pytest.mark.parametrize("draft_args", FOR_STOCK)
+def test_export_for_stock_computes_the_same(tmp_path: Path, target: Path, draft_args: dict[str, Any]):
+    draft, out = write_draft(tmp_path / "draft", **draft_args), tmp_path / "out"
+    old = tree(draft)
+    assert run("export", draft, "--for", "stock", "--target", target, "--out", out) == 0
+    assert tree(draft) == old
+    assert sorted(os.listdir(tmp_path)) == ["draft", "out", "target"]
+    assert_same_draft(draft, out, target)
+    # Without what this package alone reads, the reader must still find nothing that stock does otherwise.
+    config = json.loads((out / "config.json").read_text())
+    del config["eagle3_ext"]
+    (out / "config.json").write_text(json.dumps(config))
+    plan = assembly.plan(read_draft(out), read_target(target))
+    assert plan.differences == ()
+
+
+def test_columns_and_norms_are_moved_bit_for_bit_and_the_rest_not_at_all(tmp_path: Path, target: Path):
+    draft = write_draft(
+        tmp_path / "draft",
+        dtype=torch.bfloat16,
+        config_changes={**SHUFFLED, "fc_norm": True},
+        tensor_changes={name: tensor.bfloat16() for name, tensor in PER_SOURCE.items()},
+    )
+    assert run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out") == 0
+    old, new = load_file(draft / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    # Trained on layer 5 | embedding | layer 2, captured as embedding | layer 2 | layer 5.
+    first, second, third = old.pop("fc.weight").split(32, dim=1)
+    assert torch.equal(new.pop("fc.weight"), torch.cat([second, third, first], dim=1))
+    for i, j in enumerate((1, 2, 0)):
+        assert torch.equal(new.pop(f"fc_norm.{i}.weight"), old.pop(f"fc_norm.{j}.weight"))
+    assert {name.replace("midlayer", "layers.0") for name in old} == set(new)
+    assert all(torch.equal(new[name.replace("midlayer", "layers.0")], tensor) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize("kind", ["sharded", "bin"])
+def test_shards_and_pickles_become_one_file(tmp_path: Path, target: Path, kind: str):
+    draft = write_draft(tmp_path / "draft", config_changes=SHUFFLED)
+    (draft / "README.md").write_text("a draft")
+    tensors = load_file(draft / "model.safetensors")
+    (draft / "model.safetensors").unlink()
+    if kind == "bin":
+        torch.save(tensors, draft / "pytorch_model.bin")
+    else:
+        names = sorted(tensors)
+        weight_map = {}
+        for i, part in enumerate((names[:5], names[5:])):
+            save_file({name: tensors[name] for name in part}, draft / f"model-{i}.safetensors")
+            weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
+        (draft / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["README.md", "config.json", "model.safetensors"]
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}) == 1
+    assert_same_draft(draft, tmp_path / "out", target)
+
+
+@pytest.mark.parametrize(
+    "draft_args",
+    [
+        pytest.param({"config_changes": SHUFFLED}, id="permuted"),
+        pytest.param(
+            {
+                "dialect": "speculators",
+                "config_changes": {
+                    "eagle3_ext": {"sources": ["last", "embed", "layer2"]},
+                    "norm_before_residual": True,
+                },
+                "tensor_changes": {"embed_tokens.weight": None},
+            },
+            id="post-norm-residual-and-last-boundary",
+        ),
+    ],
+)
+def test_export_for_vllm_writes_boundaries_where_it_looks(tmp_path: Path, target: Path, draft_args: dict[str, Any]):
+    draft, out = write_draft(tmp_path / "draft", **draft_args), tmp_path / "out"
+    assert run("export", draft, "--for", "vllm", "--target", target, "--out", out) == 0
+    assert_same_draft(draft, out, target)
+    config = json.loads((out / "config.json").read_text())
+    plan = assembly.plan(read_draft(draft), read_target(target))
+    assert config["eagle_aux_hidden_state_layer_ids"] == sorted(plan.boundaries, key=int)
+    assert "eagle_aux_hidden_state_layer_ids" not in config.get("eagle_config", {})
+    assert config.get("norm_before_residual", False) is (plan.spec.norms.residual == "post_norm")
+
+
+QK_NORM = {"midlayer.self_attn.q_norm.weight": torch.ones(12), "midlayer.self_attn.k_norm.weight": torch.ones(12)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "draft_args", "reasons"),
+    [
+        pytest.param(
+            "stock",
+            {
+                "config_changes": {"eagle3_ext": {"sources": ["final_norm", "embed", "last"], "residual": "post_norm"}},
+                "tensor_changes": {**QK_NORM, "embed_tokens.weight": torch.ones(96, 32)},
+            },
+            ["final norm", "before hidden_norm", "q and k norms", "embed=target"],
+            id="stock-many",
+        ),
+        pytest.param(
+            "stock",
+            {"num_sources": 1, "config_changes": {"eagle3_ext": {"sources": ["layer3"]}}},
+            ["skips fc"],
+            id="stock-one-source",
+        ),
+        pytest.param(
+            "vllm",
+            {
+                "num_sources": 4,
+                "config_changes": {
+                    "eagle3_ext": {"sources": ["final_norm", "embed", "layer1", "layer2"]},
+                    "norm_output": True,
+                    "norm_before_fc": True,
+                },
+                "tensor_changes": norms(input_norm=128),
+            },
+            ["after the final norm", "3 sources, not 4", "no norm around fc", "recycles"],
+            id="vllm-many",
+        ),
+    ],
+)
+def test_a_no_names_every_reason_and_writes_nothing(tmp_path: Path, target: Path, engine, draft_args, reasons):
+    draft = write_draft(tmp_path / "draft", **draft_args)
+    with pytest.raises(UnsupportedError) as error:
+        run("export", draft, "--for", engine, "--target", target, "--out", tmp_path / "out")
+    assert all(reason in str(error.value) for reason in reasons)
+    assert sorted(os.listdir(tmp_path)) == ["draft", "target"]
+
+
+def test_a_target_without_capture_in_stock_is_a_reason(tmp_path: Path):
+    target = write_target(tmp_path / "target", config_changes={"architectures": ["OtherForCausalLM"]})
+    draft = write_draft(tmp_path / "draft", config_changes=SHUFFLED)
+    with pytest.raises(UnsupportedError, match="OtherForCausalLM"):
+        run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out")
+
+
+def test_ids_mean_the_same_on_a_class_that_reads_them_otherwise(tmp_path: Path):
+    # A DeepSeek-like class adds one to all ids when the first is 1, and takes them as boundaries otherwise.
+    target = write_target(tmp_path / "target", config_changes={"architectures": ["DeepseekV3ForCausalLM"]})
+    sources = {"eagle3_ext": {"sources": ["layer5", "layer0", "layer2"]}}
+    draft = write_draft(tmp_path / "draft", config_changes={**sources, "eagle_config": DELETE})
+    assert run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out") == 0
+    plan = assembly.plan(read_draft(tmp_path / "out"), read_target(target))
+    assert plan.boundaries == plan.stock_boundaries == (1, 3, 6)
+
+
+# ---- killed ---------------------------------------------------------------------------------------------
+
+
+def killed(work: Callable[[], object]) -> bool:
+    """Run in a process of its own, and say whether it was killed there."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def kill_self(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_before_the_last_step_changes_nothing(tmp_path: Path, draft: Path, target: Path, monkeypatch):
+    old = tree(draft)
+    sources = ["--set", "sources=embed,layer2,layer5"]
+    monkeypatch.setattr(os, "replace", kill_self)
+    monkeypatch.setattr(os, "rename", kill_self)
+    assert killed(lambda: run("configure", draft, *sources))
+    assert (draft / "config.json").read_bytes() == old["config.json"] == (draft / "config.json.bak").read_bytes()
+    assert killed(lambda: run("configure", draft, *sources, "--out", tmp_path / "copy"))
+    assert killed(lambda: run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out"))
+    assert not (tmp_path / "copy").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_export_leaves_no_trace(tmp_path: Path, target: Path, monkeypatch):
+    draft = write_draft(tmp_path / "draft", config_changes=SHUFFLED)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resave, "_verify", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["draft", "target"]
+
+
+def test_an_unfaithful_copy_is_not_kept(tmp_path: Path, target: Path, monkeypatch):
+    draft = write_draft(tmp_path / "draft", config_changes=SHUFFLED)
+    monkeypatch.setattr(resave, "_source", lambda boundary: f"layer{boundary}")
+    with pytest.raises(UnsupportedError, match="boundaries"):
+        run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["draft", "target"]
