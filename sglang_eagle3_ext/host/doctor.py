@@ -66,8 +66,8 @@ def run(as_json: bool = False) -> int:
 
 def examine() -> list[Check]:
     """Run every check, the cheap ones first; the one that starts a process only when SGLang is there."""
-    filters, switches = filters(), _switches()
-    checks = [_versions(), *_entry_points(), filters, switches, *_shadows()]
+    plugin_filters, switches = filters(), _switches()
+    checks = [_versions(), *_entry_points(), plugin_filters, switches, *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
     if filters.status == "FAIL":
