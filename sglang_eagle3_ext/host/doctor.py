@@ -70,7 +70,7 @@ def examine() -> list[Check]:
     checks = [_versions(), *_entry_points(), plugin_filters, switches, *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
-    if filters.status == "FAIL":
+    if plugin_filters.status == "FAIL":
         return [*checks, Check("warn", "contract", "not examined while SGLang filters this package out")]
     problems = contract.problems()
     checks += [Check("FAIL", "contract", p) for p in problems] or [
