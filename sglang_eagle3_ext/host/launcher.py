@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config
 from sglang_eagle3_ext.host.exit import report_without_traceback
+from sglang_eagle3_ext.spec import DraftSpec, Finding
+
+logger = logging.getLogger(__name__)
 
 _OTHER_ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE")
 
@@ -28,13 +32,13 @@ def check_launch(_result: Any, server_args: Any) -> None:
     if algorithm != "EAGLE3" and algorithm not in _OTHER_ALGORITHMS:
         return
     try:
-        _check(args, algorithm)
+        _check(args, algorithm, server_args)
     except CheckpointError:
         report_without_traceback()
         raise
 
 
-def _check(args: Any, algorithm: str) -> None:
+def _check(args: Any, algorithm: str, server_args: Any) -> None:
     draft = args.speculative_draft_model_path
     if draft is None:
         if algorithm == "EAGLE3":
@@ -60,17 +64,47 @@ def _check(args: Any, algorithm: str) -> None:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
-    assembly.check(plan)
+    findings = [*plan.findings, *flag_findings(args, server_args.speculative_num_draft_tokens, spec)]
+    if any(f.severity == "error" for f in findings):
+        raise CheckpointError.from_findings(findings)
+
+
+def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Iterator[Finding]:
+    """Report flags with which SGLang serves the draft otherwise than asked for, or not at all.
+
+    Args:
+        args: the flags as resolved so far.
+        asked_tokens: ``--speculative-num-draft-tokens`` as given.
+        spec: the draft.
+    """
     if args.pp_size > 1 and spec.num_sources:
-        raise CheckpointError(
+        yield Finding(
+            "error",
+            "pipeline_parallel",
             f"--pipeline-parallel-size: got {args.pp_size}; expected 1, because stages before the last one never "
-            "hand their hidden states to the draft. Use tensor parallelism."
+            "hand their hidden states to the draft. Use tensor parallelism.",
         )
     if args.enable_two_batch_overlap and spec.num_sources:
-        raise CheckpointError(
+        yield Finding(
+            "error",
+            "two_batch_overlap",
             "--enable-two-batch-overlap: got it with an EAGLE-3 draft; expected it to be off, because SGLang's "
-            "overlapped path captures no hidden states. Drop the flag."
+            "overlapped path captures no hidden states. Drop the flag.",
         )
+    steps, topk, tokens = (
+        args.speculative_num_steps,
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
+    if topk == 1 and asked_tokens is not None and asked_tokens != tokens:
+        message = (
+            f"--speculative-num-draft-tokens: got {asked_tokens} with --speculative-num-steps {steps} and "
+            f"--speculative-eagle-topk 1; expected {tokens}, since a chain has steps + 1 tokens. SGLang serves with "
+            f"steps {steps}, topk 1, draft tokens {tokens}; give {tokens}, or other steps."
+        )
+        yield Finding("error" if spec.strict else "warning", "draft_tokens_adjusted", message)
+        if not spec.strict:
+            logger.warning("sglang-eagle3: %s", message)
 
 
 def _is_eagle3_draft(draft: str, revision: str | None, override: Mapping[str, Any] | None) -> bool:

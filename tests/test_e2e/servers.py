@@ -56,7 +56,7 @@ def arguments(target: Path, draft: Path | None, *flags: str) -> list[str]:
     """Spell a float32 server's arguments without its port."""
     words = ["--model-path", str(target), "--device", "cpu", "--attention-backend", "eagle3_cpu"]
     words += ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "8"]
-    words += ["--skip-server-warmup"]
+    words += ["--skip-server-warmup", "--sleep-on-idle"]  # an idle SGLang spins
     if draft is not None:
         words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
     return [*words, *flags]

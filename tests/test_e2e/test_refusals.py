@@ -9,7 +9,7 @@ import pytest
 import servers
 import torch
 from recorder import TOKENS, Recorder, variant
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.e2e
 
@@ -57,11 +57,80 @@ def test_refuses_a_source_beyond_the_target(
     assert "Traceback" not in error
 
 
-def test_refuses_another_algorithm(target: Path, draft: Path, tmp_path: Path) -> None:
-    words = ["EAGLE" if w == "EAGLE3" else w for w in servers.arguments(target, draft, *servers.CHAIN)]
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "STANDALONE"])
+def test_refuses_another_algorithm(target: Path, draft: Path, tmp_path: Path, algorithm: str) -> None:
+    words = [algorithm if w == "EAGLE3" else w for w in servers.arguments(target, draft, *servers.CHAIN)]
     code, error = servers.run_to_exit(words, cwd=tmp_path)
     assert code == 1
-    assert "--speculative-algorithm EAGLE3" in lines_of(error)[0]
+    (line,) = lines_of(error)
+    assert f"got {algorithm}" in line
+    assert line.endswith("Serve it with --speculative-algorithm EAGLE3.")
+    assert "Traceback" not in error
+
+
+def without_draft(words: list[str], draft: Path) -> list[str]:
+    return [w for w in words if w not in ("--speculative-draft-model-path", str(draft))]
+
+
+def truncated(draft: Path, to: Path) -> Path:
+    broken = variant(draft, to, {})
+    weights = (draft / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").write_bytes(weights[:-1000])
+    return broken
+
+
+def narrow_fc(draft: Path, to: Path) -> Path:
+    broken = variant(draft, to, {})
+    tensors = load_file(draft / "model.safetensors")
+    (broken / "model.safetensors").unlink()
+    save_file({**tensors, "fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, broken / "model.safetensors")
+    return broken
+
+
+BROKEN_DRAFTS = {
+    "an unknown source": (
+        lambda draft, to: variant(draft, to, {"eagle3_ext": {"sources": ["embed", "layer3", "layer fifteen"]}}),
+        "layer fifteen",
+    ),
+    "an unknown key": (
+        lambda draft, to: variant(draft, to, {"eagle3_ext": {"source": ["embed", "layer3", "layer15"]}}),
+        "eagle3_ext.source",
+    ),
+    "fc of the wrong width": (narrow_fc, "1727"),
+    "a truncated file": (truncated, "model.safetensors"),
+    "a vocabulary of another target": (lambda draft, to: variant(draft, to, {"vocab_size": 50000}), "50000"),
+    "the width of another target": (lambda draft, to: variant(draft, to, {"target_hidden_size": 640}), "640"),
+    "a missing folder": (lambda draft, to: to, "missing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_DRAFTS)
+def test_refuses_a_draft_with(target: Path, draft: Path, tmp_path: Path, case: str) -> None:
+    make, named = BROKEN_DRAFTS[case]
+    broken = make(draft, tmp_path / "missing")
+    code, error = servers.run_to_exit(servers.arguments(target, broken, *servers.CHAIN), cwd=tmp_path)
+    assert code == 1
+    assert lines_of(error)
+    assert named in lines_of(error)[0]
+    assert "Traceback" not in error
+
+
+def test_refuses_to_serve_without_a_draft(target: Path, draft: Path, tmp_path: Path) -> None:
+    words = without_draft(servers.arguments(target, draft, *servers.CHAIN), draft)
+    code, error = servers.run_to_exit(words, cwd=tmp_path)
+    assert code == 1
+    assert "--speculative-draft-model-path: got none" in lines_of(error)[0]
+    assert "Traceback" not in error
+
+
+def test_strict_refuses_adjusted_draft_tokens(target: Path, draft: Path, tmp_path: Path) -> None:
+    sources = json.loads((draft / "config.json").read_text())["eagle3_ext"]
+    strict = variant(draft, tmp_path / "strict", {"eagle3_ext": {**sources, "strict": True}})
+    words = servers.arguments(target, strict, *servers.CHAIN[:-1], "7")
+    code, error = servers.run_to_exit(words, cwd=tmp_path)
+    assert code == 1
+    assert "draft tokens 4" in lines_of(error)[0]
     assert "Traceback" not in error
 
 

@@ -16,7 +16,8 @@ REPORTERS = {"Finding": 1, "add": 1, "fatal": 0, "read_json": 1, "convert": 3}
 def codes_in_source() -> set[str]:
     """Collect the codes from the calls that report them, and from the table of the vocabulary map's problems."""
     found: set[str] = set()
-    files = [*(ROOT / "sglang_eagle3_ext/formats").glob("*.py"), ROOT / "sglang_eagle3_ext/assembly.py"]
+    package = ROOT / "sglang_eagle3_ext"
+    files = [*(package / "formats").glob("*.py"), package / "assembly.py", package / "host/launcher.py"]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
@@ -65,7 +66,7 @@ def test_the_entries_mark_the_ambiguities():
 def test_every_code_is_provoked_by_a_test():
     texts = [
         path.read_text()
-        for room in ("test_formats", "test_assembly", "test_cli")
+        for room in ("test_formats", "test_assembly", "test_cli", "test_host")
         for path in (ROOT / "tests" / room).glob("test_*.py")
         if path != Path(__file__)
     ]
