@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,38 +47,39 @@ def lines_of(error: str) -> list[str]:
     return [line for line in error.splitlines() if line.startswith("sglang-eagle3: ")]
 
 
-@pytest.mark.parametrize("command", [servers.LAUNCH, servers.SERVE], ids=["launch_server", "serve"])
-def test_refuses_a_source_beyond_the_target(
-    target: Path, draft: Path, tmp_path: Path, command: tuple[str, ...]
-) -> None:
-    wrong = variant(draft, tmp_path / "wrong", {"eagle3_ext": {"sources": ["embed", "layer3", "layer31"]}})
-    code, error = servers.run_to_exit(servers.arguments(target, wrong, *servers.CHAIN), command=command, cwd=tmp_path)
-    assert code == 1
-    assert len(lines_of(error)) == 1
-    assert "layer31" in lines_of(error)[0]
-    assert "30" in lines_of(error)[0]
-    assert "Traceback" not in error
+# ---- launches that must end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "STANDALONE"])
-def test_refuses_another_algorithm(target: Path, draft: Path, tmp_path: Path, algorithm: str) -> None:
-    words = [algorithm if w == "EAGLE3" else w for w in servers.arguments(target, draft, *servers.CHAIN)]
-    code, error = servers.run_to_exit(words, cwd=tmp_path)
-    assert code == 1
-    (line,) = lines_of(error)
-    assert f"got {algorithm}" in line
-    assert line.endswith("Serve it with --speculative-algorithm EAGLE3.")
-    assert "Traceback" not in error
+@dataclass(frozen=True)
+class Refusal:
+    """A launch that must end, and what its line must name.
+
+    Attributes:
+        named: parts of the line.
+        draft: makes the draft out of the demo's, at a path; the demo's own where there is none.
+        words: changes the arguments; gets the draft, too.
+        command: which of SGLang's two commands.
+        broken: whether the contract is.
+    """
+
+    named: tuple[str, ...]
+    draft: Callable[[Path, Path], Path] | None = None
+    words: Callable[[list[str], Path], list[str]] | None = None
+    command: tuple[str, ...] = servers.LAUNCH
+    broken: bool = False
 
 
-def without_draft(words: list[str], draft: Path) -> list[str]:
-    return [w for w in words if w not in ("--speculative-draft-model-path", str(draft))]
+def declaring(**ext: object) -> Callable[[Path, Path], Path]:
+    return lambda draft, to: variant(draft, to, {"eagle3_ext": ext})
+
+
+def saying(**config: object) -> Callable[[Path, Path], Path]:
+    return lambda draft, to: variant(draft, to, config)
 
 
 def truncated(draft: Path, to: Path) -> Path:
     broken = variant(draft, to, {})
     weights = (draft / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").unlink()
     (broken / "model.safetensors").write_bytes(weights[:-1000])
     return broken
 
@@ -83,65 +87,74 @@ def truncated(draft: Path, to: Path) -> Path:
 def narrow_fc(draft: Path, to: Path) -> Path:
     broken = variant(draft, to, {})
     tensors = load_file(draft / "model.safetensors")
-    (broken / "model.safetensors").unlink()
     save_file({**tensors, "fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, broken / "model.safetensors")
     return broken
 
 
-BROKEN_DRAFTS = {
-    "an unknown source": (
-        lambda draft, to: variant(draft, to, {"eagle3_ext": {"sources": ["embed", "layer3", "layer fifteen"]}}),
-        "layer fifteen",
+def with_algorithm(name: str) -> Callable[[list[str], Path], list[str]]:
+    return lambda words, draft: [name if w == "EAGLE3" else w for w in words]
+
+
+def without_draft(words: list[str], draft: Path) -> list[str]:
+    return [w for w in words if w not in ("--speculative-draft-model-path", str(draft))]
+
+
+BEYOND = declaring(sources=["embed", "layer3", "layer31"])
+EAGLE3 = "Serve it with --speculative-algorithm EAGLE3."
+REFUSALS = {
+    "source beyond the target": Refusal(("layer31", "30"), BEYOND),
+    "source beyond the target, serve": Refusal(("layer31", "30"), BEYOND, command=servers.SERVE),
+    "unknown source": Refusal(("layer fifteen",), declaring(sources=["embed", "layer3", "layer fifteen"])),
+    "unknown key": Refusal(("eagle3_ext.source",), declaring(source=["embed", "layer3", "layer15"])),
+    "fc of the wrong width": Refusal(("1727",), narrow_fc),
+    "truncated file": Refusal(("model.safetensors",), truncated),
+    "vocabulary of another target": Refusal(("50000", "49152"), saying(vocab_size=50000)),
+    "width of another target": Refusal(("640",), saying(target_hidden_size=640)),
+    "missing folder": Refusal(("nowhere",), lambda draft, to: to.parent / "nowhere"),
+    "EAGLE": Refusal(("got EAGLE ", EAGLE3), words=with_algorithm("EAGLE")),
+    "NEXTN": Refusal((EAGLE3,), words=with_algorithm("NEXTN")),
+    "STANDALONE": Refusal(("got STANDALONE ", EAGLE3), words=with_algorithm("STANDALONE")),
+    "no draft": Refusal(("--speculative-draft-model-path: got none",), words=without_draft),
+    "adjusted draft tokens under strict": Refusal(
+        ("got 7", "draft tokens 4"),
+        declaring(sources=["embed", "layer3", "layer15"], strict=True),
+        lambda words, draft: [*words[:-1], "7"],
     ),
-    "an unknown key": (
-        lambda draft, to: variant(draft, to, {"eagle3_ext": {"source": ["embed", "layer3", "layer15"]}}),
-        "eagle3_ext.source",
-    ),
-    "fc of the wrong width": (narrow_fc, "1727"),
-    "a truncated file": (truncated, "model.safetensors"),
-    "a vocabulary of another target": (lambda draft, to: variant(draft, to, {"vocab_size": 50000}), "50000"),
-    "the width of another target": (lambda draft, to: variant(draft, to, {"target_hidden_size": 640}), "640"),
-    "a missing folder": (lambda draft, to: to, "missing"),
+    "broken contract": Refusal(("sglang.srt.server_args.gone", "sglang-eagle3 doctor"), broken=True),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_DRAFTS)
-def test_refuses_a_draft_with(target: Path, draft: Path, tmp_path: Path, case: str) -> None:
-    make, named = BROKEN_DRAFTS[case]
-    broken = make(draft, tmp_path / "missing")
-    code, error = servers.run_to_exit(servers.arguments(target, broken, *servers.CHAIN), cwd=tmp_path)
-    assert code == 1
-    assert lines_of(error)
-    assert named in lines_of(error)[0]
+@pytest.fixture(scope="module")
+def ends(
+    target: Path, draft: Path, broken: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str]]:
+    """The exit code and stderr of every launch above, two running at a time."""
+    folder = tmp_path_factory.mktemp("refused")
+
+    def launch(name: str) -> tuple[int, str]:
+        case = REFUSALS[name]
+        served = draft if case.draft is None else case.draft(draft, folder / name.replace(" ", "_"))
+        words = servers.arguments(target, served, *servers.CHAIN)
+        if case.words is not None:
+            words = case.words(words, served)
+        return servers.run_to_exit(words, command=case.command, env=broken if case.broken else None, cwd=folder)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(REFUSALS, pool.map(launch, REFUSALS), strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_with_one_clear_line(ends: dict[str, tuple[int, str]], name: str) -> None:
+    code, error = ends[name]
+    assert code == 1, error[-2000:]
     assert "Traceback" not in error
+    # Under a broken contract the reason comes first, from every process that looked.
+    line = lines_of(error)[-1] if REFUSALS[name].broken else "\n".join(lines_of(error))
+    assert "\n" not in line
+    assert all(part in line for part in REFUSALS[name].named), line
 
 
-def test_refuses_to_serve_without_a_draft(target: Path, draft: Path, tmp_path: Path) -> None:
-    words = without_draft(servers.arguments(target, draft, *servers.CHAIN), draft)
-    code, error = servers.run_to_exit(words, cwd=tmp_path)
-    assert code == 1
-    assert "--speculative-draft-model-path: got none" in lines_of(error)[0]
-    assert "Traceback" not in error
-
-
-def test_strict_refuses_adjusted_draft_tokens(target: Path, draft: Path, tmp_path: Path) -> None:
-    sources = json.loads((draft / "config.json").read_text())["eagle3_ext"]
-    strict = variant(draft, tmp_path / "strict", {"eagle3_ext": {**sources, "strict": True}})
-    words = servers.arguments(target, strict, *servers.CHAIN[:-1], "7")
-    code, error = servers.run_to_exit(words, cwd=tmp_path)
-    assert code == 1
-    assert "draft tokens 4" in lines_of(error)[0]
-    assert "Traceback" not in error
-
-
-def test_broken_contract_refuses_a_draft_that_declares_its_assembly(
-    target: Path, draft: Path, tmp_path: Path, broken: dict[str, str]
-) -> None:
-    code, error = servers.run_to_exit(servers.arguments(target, draft, *servers.CHAIN), env=broken, cwd=tmp_path)
-    assert code == 1
-    assert "sglang.srt.server_args.gone" in lines_of(error)[-1]
-    assert "sglang-eagle3 doctor" in lines_of(error)[-1]
-    assert "Traceback" not in error
+# ---- launches that must fall back to stock ------------------------------------------------------------------
 
 
 def test_broken_contract_leaves_other_drafts_to_stock(
