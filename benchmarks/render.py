@@ -1,7 +1,8 @@
-"""Write the generated parts of README.md and docs/compatibility.md: python -m benchmarks.render
+"""Write the generated parts of README.md and of docs/: python -m benchmarks.render
 
-The figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
-``.demo/demo.json``; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft; the
+The README's figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
+``.demo/demo.json``, those of docs/story.md and its picture from ``pair.json``, a copy of what
+``sglang-eagle3 bench`` leaves for the demo's pair; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft; the
 table of SGLang's symbols is the contract that is checked at start.
 """
 
@@ -11,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,23 @@ from sglang_eagle3_ext.host import bench, contract
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+STORY = ROOT / "docs" / "story.md"
+PICTURE = ROOT / "docs" / "story.png"
 RESULT = ROOT / "benchmarks" / "results" / "demo.json"
+PAIR = ROOT / "benchmarks" / "results" / "pair.json"
 NO_FIGURES = "No figures are committed yet. `make demo` takes them on your machine.\n"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Write a table, one line each, numbers to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def figures(result: dict[str, Any]) -> str:
     """Write the README's table with what it was measured on."""
     machine, versions, settings = result["machine"], result["versions"], result["settings"]
-    table = [bench.HEADER, ["---", *["---:"] * (len(bench.HEADER) - 1)], *bench.cells(result)]
-    lines = ["| " + " | ".join(row) + " |" for row in table]
+    lines = markdown_table(bench.HEADER, bench.cells(result))
     note = (
         f"`make demo` on {machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request "
         f"at a time: {settings['questions']} questions on topics absent from the draft's training, "
@@ -36,6 +46,28 @@ def figures(result: dict[str, Any]) -> str:
         "Data: [demo.json](benchmarks/results/demo.json)."
     )
     return "\n".join([*lines, "", note]) + "\n"
+
+
+def story(result: dict[str, Any]) -> str:
+    """Write the story's two tables with what they were measured on."""
+    machine, versions, settings = result["machine"], result["versions"], result["settings"]
+    note = (
+        f"{machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request at a time: "
+        f"{settings['questions']} prompts, {settings['max_tokens']} tokens each, median of {settings['rounds']} "
+        f"interleaved rounds. SGLang {versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
+        "Data: [pair.json](../benchmarks/results/pair.json)."
+    )
+    tables = [
+        *markdown_table(bench.HEADER, bench.cells(result)),
+        "",
+        *markdown_table(bench.detail_header(result), bench.detail_cells(result)),
+    ]
+    return "\n".join([*tables, "", "![tok/s of every row](story.png)", "", note]) + "\n"
+
+
+def render_story(text: str, result: dict[str, Any] | None) -> str:
+    """Return docs/story.md with its measured part replaced."""
+    return replace_region(text, "story", "No figures are committed yet.\n" if result is None else story(result))
 
 
 def inspect_example() -> str:
@@ -74,14 +106,19 @@ def render_compatibility(text: str) -> str:
     return replace_region(text, "contract", contract_table())
 
 
-def committed_result() -> dict[str, Any] | None:
-    """Read the committed result, if there is one."""
-    if not RESULT.is_file():
+def committed(file: Path) -> dict[str, Any] | None:
+    """Read a committed result, if there is one."""
+    if not file.is_file():
         return None
-    result: dict[str, Any] = json.loads(RESULT.read_text())
+    result: dict[str, Any] = json.loads(file.read_text())
     return result
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text(), committed_result()))
+    README.write_text(render(README.read_text(), committed(RESULT)))
+    pair = committed(PAIR)
+    STORY.write_text(render_story(STORY.read_text(), pair))
+    if pair is not None:
+        PICTURE.unlink(missing_ok=True)
+        bench.picture(pair, PICTURE)
     COMPATIBILITY.write_text(render_compatibility(COMPATIBILITY.read_text()))

@@ -66,9 +66,14 @@ def test_a_readme_without_the_region_is_an_error():
 
 def test_readme_shows_the_committed_result():
     readme = render.README.read_text()
-    assert render.render(readme, render.committed_result()) == readme, "run: make docs"
+    assert render.render(readme, render.committed(render.RESULT)) == readme, "run: make docs"
 
 
 def test_compatibility_names_every_symbol_that_is_touched():
     text = render.COMPATIBILITY.read_text()
     assert render.render_compatibility(text) == text, "run: make docs"
+
+
+def test_the_story_is_what_its_result_says():
+    text = render.STORY.read_text()
+    assert render.render_story(text, render.committed(render.PAIR)) == text, "run: make docs"

@@ -37,6 +37,8 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
+    dropout = 0.0
+
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
@@ -44,7 +46,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        y: Tensor = self.down_proj(F.dropout(inner, self.dropout, self.training))
         return y
 
 

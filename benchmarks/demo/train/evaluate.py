@@ -115,7 +115,7 @@ def open_draft(directory: pathlib.Path, target_config: dict[str, Any]) -> Draft:
     offsets = load_file(directory / "model.safetensors")["d2t"]
     draft = Draft(target_config, (offsets + torch.arange(len(offsets))).tolist())
     draft.load(directory)
-    return draft.requires_grad_(False)
+    return draft.requires_grad_(False).eval()
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ def losses(
         wanted = states @ embedding[draft.target_ids[part]].T
         choice = wanted.argmax(-1)
         wanted = wanted.softmax(-1)
-    hidden, past, made = draft.fc(features), [], []
+    hidden, past, made = draft.fc(F.dropout(features, draft.midlayer.mlp.dropout)), [], []
     head = draft.lm_head.weight[part]
     for k in range(steps):
         first = 0 if k == 0 else start
@@ -217,7 +217,8 @@ class Run:
             self.draft.norm.weight.copy_(weights["model.norm.weight"].float())
         if arguments.init is not None:
             self.draft.load(arguments.init)
-        self.average = copy.deepcopy(self.draft).requires_grad_(False)
+        self.average = copy.deepcopy(self.draft).requires_grad_(False).eval()
+        self.draft.midlayer.mlp.dropout = arguments.dropout
         head = [self.draft.lm_head.weight]
         layer = [p for p in self.draft.parameters() if p is not head[0]]
         self.optimizer = torch.optim.AdamW(
@@ -354,6 +355,7 @@ def main() -> None:
         "--head-rate", type=float, default=0.1, help="learning rate of the head, times that of the rest"
     )
     parser.add_argument("--state-weight", type=float, default=0.0, help="weight of the distance to the target's state")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the target's states and inside the MLP")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--average", type=float, default=0.99, help="decay of the average of the weights")
