@@ -2,8 +2,8 @@
 
 The README's figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
 ``.demo/demo.json``, those of docs/story.md and its picture from ``pair.json``, a copy of what
-``sglang-eagle3 bench`` leaves for the demo's pair; the example of ``sglang-eagle3 inspect`` is what it prints for the demo's draft; the
-table of SGLang's symbols is the contract that is checked at start.
+``sglang-eagle3 bench`` leaves for the demo's pair; the example of ``sglang-eagle3 inspect`` is what it prints
+for the demo's draft; the table of SGLang's symbols is the contract that is checked at start.
 """
 
 from __future__ import annotations
