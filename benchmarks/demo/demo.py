@@ -27,12 +27,9 @@ DRAFT = ROOT / "benchmarks" / "demo" / "draft"
 QUESTIONS = ROOT / "benchmarks" / "demo" / "prompts_eval.json"
 STEPS = 3
 
-STOCK_AT_MOST = 1.25
-OURS_ABOVE_STOCK = 0.2
+STOCK_AT_MOST, OURS_AT_LEAST = 1.25, 1.6
 """What the demo claims of the accept lengths. They hardly depend on the machine, so that a run that misses them
 has found a fault; speeds do, and a run on a busy machine only says so."""
-GOAL = 1.6
-"""The accept length that the demo's draft is meant to have; a draft that is trained too little only says so."""
 
 # On the CPU also where there is a GPU: the figures are meant for any machine.
 CPU_FLAGS = ("--device", "cpu", "--attention-backend", "eagle3_cpu", "--dtype", "bfloat16")
@@ -95,10 +92,10 @@ def missed_claims(result: Mapping[str, Any]) -> list[str]:
     """List the claims on accept lengths that a run does not bear out, one sentence each."""
     lengths = {run["name"]: run["spec_accept_length"] for run in result["runs"]}
     missed = []
-    if not (lengths["ours"] or 0.0) >= (lengths["stock"] or 1.0) + OURS_ABOVE_STOCK:
+    if not (lengths["ours"] or 0.0) >= OURS_AT_LEAST:
         missed.append(
-            f"ours: got {_spell_length(lengths['ours'])}; expected at least {OURS_ABOVE_STOCK} above stock's, since "
-            "this draft is served as it was trained. See the start-up block in ours.log for how it was read."
+            f"ours: got {_spell_length(lengths['ours'])}; expected at least {OURS_AT_LEAST} from this draft as it was "
+            "trained. See the start-up block in ours.log for how it was read."
         )
     if not (lengths["stock"] or STEPS + 1) <= STOCK_AT_MOST:
         missed.append(
@@ -110,17 +107,6 @@ def missed_claims(result: Mapping[str, Any]) -> list[str]:
 
 def _spell_length(length: float | None) -> str:
     return "no drafts at all" if length is None else f"accept length {length:.2f}"
-
-
-def weak_draft(result: Mapping[str, Any]) -> list[str]:
-    """Say when the draft, served as it was trained, stays below the goal."""
-    length = next(run["spec_accept_length"] for run in result["runs"] if run["name"] == "ours")
-    if (length or 0.0) >= GOAL:
-        return []
-    return [
-        f"BELOW GOAL: {_spell_length(length)} of ours is under {GOAL}: the draft is served as it was trained, and was "
-        "trained too little."
-    ]
 
 
 def speed_doubts(result: Mapping[str, Any]) -> list[str]:
@@ -192,8 +178,6 @@ def run(options: argparse.Namespace) -> int:
     for item in result["differences"]:
         print(f"  {bench.describe(item, result['settings']['dtype'])}")
     print(f"\n{verdict(result)}")
-    for remark in weak_draft(result):
-        print(remark)
     for doubt in speed_doubts(result):
         print(f"{doubt} Something else kept this machine busy, or it is too small for three servers; run it again.")
     missed = missed_claims(result)

@@ -2,7 +2,9 @@
 
 ``folder``      what lies on disk: ``config.json``, headers of the tensors, values on demand
 ``eagle3_ext``  the object with which a draft's author settles what the dialect leaves open
-``eagle``, ``speculators``  one dialect each; a further one is one more file and one more line in ``READERS``
+``angelslim``, ``automodel``, ``eagle``, ``modelopt``, ``speculators``, ``torchspec``, ``vllm``  one dialect each;
+                a further one is one more file and one more line in ``READERS``
+``flat``        what the dialects with all keys at the top level share: all of them but ``speculators``
 ``reading``     a checkpoint while it is read: the dialect's keys, the home of each tensor
 ``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
                 are ``fc``, ``attention``, ``rope`` and ``vocab``
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_eagle3_ext.formats import eagle, speculators
+from sglang_eagle3_ext.formats import angelslim, automodel, eagle, modelopt, speculators, torchspec, vllm
 from sglang_eagle3_ext.formats.folder import Folder, fatal, load_tensors, locate, read_json
 from sglang_eagle3_ext.formats.reading import IGNORED, convert
 from sglang_eagle3_ext.formats.values import check_values
@@ -30,8 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["IGNORED", "READERS", "check_values", "read_draft", "read_target", "read_tensors"]
 
 READERS: dict[str, Callable[[Folder], DraftSpec | str]] = {
+    "angelslim": angelslim.claim_and_read,
+    "automodel": automodel.claim_and_read,
     "eagle": eagle.claim_and_read,
+    "modelopt": modelopt.claim_and_read,
     "speculators": speculators.claim_and_read,
+    "torchspec": torchspec.claim_and_read,
+    "vllm": vllm.claim_and_read,
 }
 """Dialect -> its one function, which returns the spec or the reason why the folder is not its own."""
 

@@ -55,15 +55,18 @@ class Producer(NamedTuple):
         order: whether the concatenation follows the list or the depth.
         norm_output_recycles: whether ``norm_output`` says which state is recycled; otherwise it says
             whether the head reads through the final norm, and the state before it is recycled.
+        reads_rope_theta: whether training turned the rotary embedding as ``rope_theta`` says; otherwise with
+            base 10000, unless the scaling is a multimodal one.
     """
 
     layer_ids: IdMeaning
     order: Order
     norm_output_recycles: bool = True
+    reads_rope_theta: bool = True
 
 
 PRODUCERS: dict[str, Producer] = {
-    "angelslim": Producer("output", "as_listed"),
+    "angelslim": Producer("output", "as_listed", reads_rope_theta=False),
     "automodel": Producer("output", "as_listed"),
     "eagle": Producer("boundary", "ascending"),
     "modelopt": Producer("output", "ascending"),

@@ -142,19 +142,21 @@ def convert(value: object, kind: type[msgspec.Struct], place: str, code: str = "
 
 # fmt: off
 _INERT_KEYS = frozenset((
-    "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
-    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "eagle3_ext",
-    "early_stopping", "embed_requires_grad", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "_attn_implementation_autoset", "_name_or_path", "_torchspec_version", "add_cross_attention", "architectures",
+    "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "eagle3_ext", "early_stopping", "embed_requires_grad", "encoder_no_repeat_ngram_size", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "has_no_defaults_at_init", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "length_penalty", "max_length", "min_length", "next_layer_regular", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
-    "parallel_draft_heads_num_layers", "parallel_draft_step", "prefix", "pretraining_tp", "problem_type",
-    "pruned_heads", "quantization_config", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "speculators_version", "suppress_tokens", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript",
-    "transformers_version", "typical_p", "use_bfloat16", "use_cache", "use_input_layernorm_in_first_layer",
+    "has_no_defaults_at_init", "id2label", "image_token_id", "initializer_range", "is_decoder", "is_encoder_decoder",
+    "label2id", "length_penalty", "max_length", "min_length", "modal_type", "next_layer_regular",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "parallel_draft_heads_num_layers", "parallel_draft_step",
+    "parallel_drafting", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "quantization_config",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "speculators_version", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers_version", "typical_p",
+    "use_bfloat16", "use_cache", "use_input_layernorm_in_first_layer", "use_mtp_layernorm", "video_token_id",
+    "vision_end_token_id", "vision_start_token_id",
 ))
 # fmt: on
 """Keys that transformers writes into every config, that say nothing about the draft's computation, or that
@@ -173,11 +175,17 @@ def report_unread(folder: Folder, config: Mapping[str, Any], kind: type[msgspec.
             "changes what the draft computes.",
         )
     if config.get("quantization_config"):
+        maps = ("d2t", "t2d")
+        plain = all(t.dtype in FLOATS or n.rpartition(".")[2] in maps for n, t in folder.tensors.items())
         folder.add(
-            "warning",
+            "info" if plain else "warning",
             "quantization_config",
             f"config.json:{prefix}quantization_config",
-            "got a quantisation; expected plain floating point weights. Tensors are read as they are stored.",
+            "got a quantisation, and all weights are plain floating point numbers, so that it speaks of the target; "
+            "they are read as they are stored. Nothing to do."
+            if plain
+            else "got a quantisation; expected plain floating point weights. Tensors are read as they are stored; use "
+            "the unquantised checkpoint.",
         )
 
 

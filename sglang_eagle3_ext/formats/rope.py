@@ -7,8 +7,12 @@ from typing import Any
 
 import msgspec
 
+from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS
 from sglang_eagle3_ext.formats.reading import Reading
 from sglang_eagle3_ext.spec import Rope
+
+_BASE = 10000.0
+"""The base of the rotary embedding where nothing says another."""
 
 _ROPE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "default": (),
@@ -31,7 +35,8 @@ _ROPE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 def read_rope(r: Reading) -> Rope:
     declared = r.folder.declared
     stored = _stored_rope(r)
-    theta, scaling = stored.theta, stored.scaling
+    trained = _trained(r, stored)
+    theta, scaling = trained.theta, trained.scaling
     if not isinstance(r.ext.rope_theta, msgspec.UnsetType):
         theta = float(r.ext.rope_theta)
         r.origins["rope_theta"] = declared.origins["rope_theta"]
@@ -41,6 +46,35 @@ def read_rope(r: Reading) -> Rope:
     if (theta, scaling) != (stored.theta, stored.scaling):
         r.differences.append(f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling")
     return Rope(theta, scaling, stored.partial_rotary_factor)
+
+
+def _trained(r: Reading, stored: Rope) -> Rope:
+    """Take what the trainer made of the keys, where it is known for not reading all of them."""
+    declared, scaling = r.folder.declared, stored.scaling
+    name = r.ext.producer if isinstance(r.ext.producer, str) else r.dialect.producer
+    producer = PRODUCERS.get(name or "")
+    if producer is None or producer.reads_rope_theta or "mrope_section" in (scaling or {}):
+        return stored
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        # Its trainer goes by the factor alone, and a factor of one scales nothing.
+        scaling = {key: value for key, value in scaling.items() if key != "alpha"}
+        scaling = None if scaling.get("factor") in (None, 1) else scaling
+    trained = Rope(_BASE, scaling, stored.partial_rotary_factor)
+    if trained == stored:
+        return stored
+    for key, changed in (("rope_theta", _BASE != stored.theta), ("rope_scaling", scaling != stored.scaling)):
+        if changed:
+            r.origins[key] = declared.origins.get("producer", "default")
+    if "rope_theta" not in declared.origins:
+        r.folder.add(
+            "info" if declared.producer is not None else "warning",
+            "rope_not_as_written",
+            f"{r.dialect.layer_place}rope_theta",
+            f"got {stored.theta:g} with scaling {stored.scaling}, which {name} does not read in training; theta "
+            f"{_BASE:g} with scaling {scaling} was taken. If this draft was trained otherwise, set "
+            '"eagle3_ext": {"rope_theta": ...}.',
+        )
+    return trained
 
 
 def _stored_rope(r: Reading) -> Rope:

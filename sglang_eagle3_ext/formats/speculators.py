@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_eagle3_ext.formats.eagle import canonical
+from sglang_eagle3_ext.formats.flat import canonical
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.formats.layout import read
 from sglang_eagle3_ext.formats.reading import IGNORED, Dialect, LayerConfig, convert, report_unread

@@ -34,7 +34,8 @@ def check_values(
         progress: wraps the tensors' names while they are read, to show progress.
 
     Returns:
-        Findings: values that are no numbers, and whether an own embedding is only a copy of the target's.
+        Findings: values that are no numbers, a head whose rows belong to other tokens, and whether an own embedding
+        is only a copy of the target's.
     """
     import torch
 
@@ -55,7 +56,32 @@ def check_values(
             )
         if spec.embed == "own" and target is not None and spec.weights.get(name) == "embed_tokens.weight":
             findings += _compare_embedding(name, tensor, spec, target, target_revision)
+        if spec.lm_head == "own" and spec.vocab.map == "offset" and spec.weights.get(name) == "lm_head.weight":
+            findings += _check_head_rows(name, tensor, spec)
     return tuple(findings)
+
+
+def _check_head_rows(name: str, head: Tensor, spec: DraftSpec) -> list[Finding]:
+    """Find a head that was pruned with the offsets of ``d2t`` in the place of the tokens they lead to."""
+    folder = Path(spec.path)
+    _, offsets = next(
+        load_tensors(folder, {n: spec.tensors[n] for n, canonical in spec.weights.items() if canonical == "d2t"})
+    )
+    if offsets.shape != head.shape[:1]:
+        return []
+    # Such a head repeats a row wherever an offset repeats, and nowhere else; a few columns show it.
+    repeats = (head[1:, :64] == head[:-1, :64]).all(dim=1)
+    if not bool(repeats.any()) or not bool((repeats == (offsets[1:] == offsets[:-1])).all()):
+        return []
+    return [
+        Finding(
+            "error",
+            "head_rows_by_offset",
+            f"{folder}/{spec.tensors[name].file}:{name}: got equal neighbouring rows wherever d2t repeats an offset; "
+            "expected another row for every draft token. The head was pruned with the offsets instead of the tokens "
+            "they lead to: prune it again from the full one.",
+        )
+    ]
 
 
 def _compare_embedding(

@@ -59,17 +59,15 @@ def stock_draft(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(target: Path) -> list[list[int]]:
-    """Token ids of 24 questions in the chat format that the draft was trained on."""
+    """Token ids of 24 questions in the target's own chat format."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    template = (Path(__file__).parent / "chat_template.jinja").read_text()
     groups = json.loads((ROOT / "benchmarks/demo/prompts_eval.json").read_text())
     questions = [q["prompt"] for q in groups["unseen"][:16] + groups["seen"][:8]]
     chats = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
-            chat_template=template,
             add_generation_prompt=True,
             tokenize=False,
         )

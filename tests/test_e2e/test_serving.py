@@ -33,7 +33,7 @@ def test_speculation_changes_no_token(answers: Recorder, name: str) -> None:
 def test_draft_is_served_as_trained_and_stock_misreads_it(answers: Recorder) -> None:
     misread = answers("misread")
     assert accept_length(misread) < 1.25
-    assert accept_length(answers("chain")[: len(misread)]) > accept_length(misread) + 0.2
+    assert accept_length(answers("chain")) > 1.6
     assert accept_length(answers("tree")) > accept_length(answers("chain"))
 
 

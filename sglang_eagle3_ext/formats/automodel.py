@@ -1,0 +1,40 @@
+"""NeMo Automodel: the target's config with a few keys of the draft's, tensors below ``model.``, no ids.
+
+Its serving helper renames the architecture to stock's and leaves the tensors' names.
+"""
+
+from __future__ import annotations
+
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.folder import Folder
+from sglang_eagle3_ext.spec import DraftSpec
+
+ARCHITECTURE = "LlamaEagle3DraftModel"
+
+
+def find_trace(folder: Folder) -> str | None:
+    """Name what only Automodel writes: its class, or ``fc`` inside ``model``."""
+    if architecture(folder) == ARCHITECTURE:
+        return f"config.json:architectures is {ARCHITECTURE}, Automodel's"
+    return "the file has model.fc.weight, as Automodel writes" if "model.fc.weight" in folder.tensors else None
+
+
+def claim_and_read(folder: Folder) -> DraftSpec | str:
+    """Read the folder if NeMo Automodel wrote it.
+
+    Args:
+        folder: the opened checkpoint.
+
+    Returns:
+        The draft's facts, or the reason why this dialect refuses the folder.
+
+    Raises:
+        CheckpointError: the folder is in this dialect and cannot be read.
+    """
+    refusal = refuse_architecture(folder, (ARCHITECTURE, STOCK_ARCHITECTURE))
+    if refusal is not None:
+        return refusal
+    if find_trace(folder) is None:
+        return "the file has no model.fc.weight"
+    # The config is the target's, and the draft's attention knows no window.
+    return read_flat(folder, "automodel", producer="automodel", own_windows=False)

@@ -1,0 +1,43 @@
+"""NVIDIA ModelOpt, its Hugging Face and its Megatron exporter: the flat layout with ModelOpt's own ``eagle_config``.
+
+Later layers have ``input_layernorm`` alone, there is no ``t2d``, and a draft of several layers from Megatron calls
+itself ``LlamaForCausalLMEagle3Deep``.
+"""
+
+from __future__ import annotations
+
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, nested, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.folder import Folder
+from sglang_eagle3_ext.spec import DraftSpec
+
+DEEP = "LlamaForCausalLMEagle3Deep"
+
+
+def find_trace(folder: Folder) -> str | None:
+    """Name what only ModelOpt writes: the switch of its MTP variant, or the architecture of deep drafts."""
+    if architecture(folder) == DEEP:
+        return f"config.json:architectures is {DEEP}, ModelOpt's"
+    return (
+        "config.json:eagle_config has use_mtp_layernorm, ModelOpt's" if "use_mtp_layernorm" in nested(folder) else None
+    )
+
+
+def claim_and_read(folder: Folder) -> DraftSpec | str:
+    """Read the folder if ModelOpt exported it.
+
+    Args:
+        folder: the opened checkpoint.
+
+    Returns:
+        The draft's facts, or the reason why this dialect refuses the folder.
+
+    Raises:
+        CheckpointError: the folder is in this dialect and cannot be read.
+    """
+    refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE, DEEP))
+    if refusal is not None:
+        return refusal
+    if find_trace(folder) is None:
+        return "config.json:eagle_config has no use_mtp_layernorm"
+    # ModelOpt trains with outputs, but drafts that were published in this layout list outputs or boundaries.
+    return read_flat(folder, "modelopt", producer="modelopt", ids_settled=False)

@@ -1,0 +1,35 @@
+"""TorchSpec: the flat layout with the version of its exporter.
+
+Layers are called ``midlayer`` or, exported for vLLM, ``layers.0``; the embedding is always stored.
+"""
+
+from __future__ import annotations
+
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.folder import Folder
+from sglang_eagle3_ext.spec import DraftSpec
+
+
+def find_trace(folder: Folder) -> str | None:
+    """Name what only TorchSpec writes: its version."""
+    return "config.json has _torchspec_version" if "_torchspec_version" in folder.config else None
+
+
+def claim_and_read(folder: Folder) -> DraftSpec | str:
+    """Read the folder if TorchSpec exported it.
+
+    Args:
+        folder: the opened checkpoint.
+
+    Returns:
+        The draft's facts, or the reason why this dialect refuses the folder.
+
+    Raises:
+        CheckpointError: the folder is in this dialect and cannot be read.
+    """
+    refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE,))
+    if refusal is not None:
+        return refusal
+    if find_trace(folder) is None:
+        return "config.json has no _torchspec_version"
+    return read_flat(folder, "torchspec", producer="torchspec")
