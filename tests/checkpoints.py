@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 DELETE = object()
 """As a value in ``config_changes``: leave the key out."""
 
-Dialect = Literal["eagle", "specforge", "speculators"]
+Dialect = Literal[
+    "angelslim", "automodel", "eagle", "modelopt", "modelopt_megatron", "specforge", "speculators", "torchspec", "vllm"
+]
 
 
 def change(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -81,6 +83,76 @@ def draft_tensors(
     return tensors
 
 
+def _spell(
+    dialect: Dialect, config: dict[str, Any], tensors: dict[str, torch.Tensor], target_hidden: int, num_sources: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Spell keys and tensors of a flat draft as one of its dialects does."""
+    if dialect in ("angelslim", "eagle", "specforge", "torchspec"):
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    if dialect == "eagle":
+        return config | {"architectures": ["LlamaForCausalLM"]}, tensors
+    if dialect == "specforge":
+        return config | {"rope_theta": 10000.0}, tensors
+    if dialect == "torchspec":
+        return config | {
+            "rope_theta": 1e6,
+            "num_aux_hidden_states": num_sources,
+            "target_hidden_size": target_hidden,
+            "_torchspec_version": "0.1.0",
+        }, tensors
+    if dialect == "angelslim":
+        return config | {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "rope_theta": 1000000,
+            "rope_scaling": None,
+            "max_window_layers": 36,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+        }, tensors
+    if dialect == "vllm":
+        return config | {"architectures": ["Eagle3LlamaForCausalLM"], "rope_theta": 1e6}, tensors
+    if dialect == "automodel":
+        top = ("lm_head.weight", "d2t", "t2d")
+        return config | {
+            "architectures": ["LlamaEagle3DraftModel"],
+            "target_hidden_size": target_hidden,
+            "attn_implementation": "eager",
+            "parallel_drafting": False,
+            "num_hidden_layers": 28,
+            "layer_types": ["sliding_attention"] * 28,
+            "sliding_window": 64,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+        }, {name if name in top else f"model.{name}": tensor for name, tensor in tensors.items()}
+    tensors.pop("t2d", None)
+    megatron = dialect == "modelopt_megatron"
+    deep = megatron and config["num_hidden_layers"] > 1
+    scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000}
+    if megatron:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3Deep" if deep else "LlamaForCausalLMEagle3"],
+        "rope_scaling": scaling,
+        "rope_theta": 500000.0 if megatron else 10000,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 5][:num_sources],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    }, tensors
+
+
 def write_draft(
     folder: Path,
     dialect: Dialect = "specforge",
@@ -104,7 +176,7 @@ def write_draft(
 
     Args:
         folder: where to write; made if absent.
-        dialect: ``eagle`` (the EAGLE repository's files), ``specforge`` (the flat layout), ``speculators``.
+        dialect: whose files to imitate; ``eagle`` are the EAGLE repository's, ``specforge`` the plain flat layout.
         hidden: width of the draft; ``target_hidden`` that of one source, the same unless given.
         num_sources, layers, heads, kv_heads, head_dim, intermediate, vocab, draft_vocab: further sizes. By
             default ``heads * head_dim`` differs from ``hidden``, as in real drafts.
@@ -173,20 +245,19 @@ def write_draft(
         ).to(dtype)
     else:
         config = {
-            "architectures": ["LlamaForCausalLM" if dialect == "eagle" else "LlamaForCausalLMEagle3"],
+            "architectures": ["LlamaForCausalLMEagle3"],
             **layer_config,
             "draft_vocab_size": draft_vocab,
             "tie_word_embeddings": False,
             "torch_dtype": dtype_name,
         }
-        if dialect == "specforge":
-            config["rope_theta"] = 10000.0
         if target_hidden != hidden:
             config["target_hidden_size"] = target_hidden
+        if target_hidden != hidden or dialect in ("automodel", "torchspec"):
             tensors["embed_tokens.weight"] = torch.randn(
                 vocab, hidden, generator=torch.Generator().manual_seed(seed + 1)
             ).to(dtype)
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        config, tensors = _spell(dialect, config, tensors, target_hidden, num_sources)
     change(config, config_changes or {})
     for name, tensor in (tensor_changes or {}).items():
         if tensor is None:

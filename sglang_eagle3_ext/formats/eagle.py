@@ -12,8 +12,8 @@ from sglang_eagle3_ext.spec import DraftSpec
 
 __all__ = ["STOCK_ARCHITECTURE", "claim_and_read"]
 
-_MARKED = (automodel, modelopt, torchspec)
-"""The dialects that share the architecture and leave a trace."""
+_TRACES = (automodel.find_trace, modelopt.find_trace, torchspec.find_trace)
+"""The traces of the dialects that share the architecture."""
 
 _NO_EAGLE3 = {
     "Eagle3DeepseekV2ForCausalLM": "its attention is MLA",
@@ -44,8 +44,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     if refusal is not None:
         kin = _NO_EAGLE3.get(architecture(folder) or "")
         return f"{refusal}{f' ({kin})' if kin else ''}"
-    for dialect in _MARKED:
-        trace = dialect.find_trace(folder)
+    for find_trace in _TRACES:
+        trace = find_trace(folder)
         if trace is not None:
             return trace
     if architecture(folder) == "LlamaForCausalLM":

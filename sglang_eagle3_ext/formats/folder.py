@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext.errors import CheckpointError
@@ -154,10 +155,11 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
     index: dict[str, str] = {}
     for file in indices:
         weight_map = read_json(file, "index_unreadable").get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise fatal(
                 "index_unreadable",
-                f"{file}:weight_map: got {weight_map!r}; expected an object. Fetch the file again.",
+                f"{file}:weight_map: got {shorten(repr(weight_map), 80)}; expected an object of file names. Fetch the "
+                "file again.",
             )
         index.update(weight_map)
     absent = sorted({shard for shard in index.values() if not (path / shard).is_file()})

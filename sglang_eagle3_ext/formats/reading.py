@@ -305,10 +305,16 @@ class Reading:
         """Take a number from the config, else what transformers fills in for the model type."""
         if declared is not None:
             self.origins[key] = "config"
+            if not 0 < declared < float("inf"):
+                self.report_value(f"{self.dialect.layer_place}{key}", declared, "a positive number")
             return declared
         self.origins[key] = "default"
         fallback = _MODEL_DEFAULTS["llama"] | {"rope_theta": 10000.0}
         return (fallback | _MODEL_DEFAULTS.get(self.layer.model_type or "llama", {}))[key]
+
+    def report_value(self, place: str, got: object, expected: str) -> None:
+        """Report a value of the right type that no draft can have."""
+        self.folder.add("error", "config_value", place, f"got {got!r}; expected {expected}. Correct the key.")
 
     def leave_out(self, canonical: str) -> None:
         """Leave a stored tensor out because ``eagle3_ext`` takes the target's in its place."""

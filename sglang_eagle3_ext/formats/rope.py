@@ -62,7 +62,7 @@ def _trained(r: Reading, stored: Rope) -> Rope:
     trained = Rope(_BASE, scaling, stored.partial_rotary_factor)
     if trained == stored:
         return stored
-    for key, changed in (("rope_theta", _BASE != stored.theta), ("rope_scaling", scaling != stored.scaling)):
+    for key, changed in (("rope_theta", stored.theta != _BASE), ("rope_scaling", scaling != stored.scaling)):
         if changed:
             r.origins[key] = declared.origins.get("producer", "default")
     if "rope_theta" not in declared.origins:
@@ -125,6 +125,8 @@ def _stored_rope(r: Reading) -> Rope:
         partial = float(new["partial_rotary_factor"])
         if partial != 1.0:
             r.differences.append("stock turns whole heads, since partial_rotary_factor stands in rope_parameters")
+    if partial is not None and not 0 < partial <= 1:
+        r.report_value(f"{place}partial_rotary_factor", partial, "a share of the head, above 0 and at most 1")
     return Rope(theta, scaling, 1.0 if partial is None else float(partial))
 
 
@@ -140,7 +142,7 @@ def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mappin
         return None
     if kind == "mrope":
         scaling["rope_type"] = "default"
-    elif kind not in _ROPE_NEEDS:
+    elif not isinstance(kind, str) or kind not in _ROPE_NEEDS:
         r.folder.add(
             "error",
             "rope_type",
@@ -149,12 +151,17 @@ def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mappin
             '"eagle3_ext": {"rope_scaling": ...}.',
         )
     else:
-        absent = ["/".join(keys) for keys in _ROPE_NEEDS[kind] if not any(scaling.get(k) is not None for k in keys)]
-        if absent:
+        needed = _ROPE_NEEDS[kind]
+        absent = ["/".join(keys) for keys in needed if not any(scaling.get(k) is not None for k in keys)]
+        odd = [k for keys in needed for k in keys if not isinstance(scaling.get(k), int | float | list | None)]
+        if absent or odd:
+            wrong = " and ".join(
+                [f"without {', '.join(absent)}"] * bool(absent) + [f"with {scaling[k]!r} as {k}" for k in odd]
+            )
             r.folder.add(
                 "error",
                 "rope_type",
                 place,
-                f"got rope_type {kind!r} without {', '.join(absent)}; expected these keys. Add them.",
+                f"got rope_type {kind!r} {wrong}; expected these keys to be numbers. Add or correct them.",
             )
     return scaling

@@ -247,7 +247,15 @@ CASES = [
         {"transformer_layer_config.secret_scale": 2.0},
         dialect="speculators",
     ),
-    Case("quantization_config", "warning", "got a quantisation", {"quantization_config": {"quant_method": "fp8"}}),
+    Case("quantization_config", "info", "speaks of the target", {"quantization_config": {"quant_method": "fp8"}}),
+    Case(
+        "quantization_config",
+        "warning",
+        "expected plain floating point weights",
+        {"quantization_config": {"quant_method": "int8"}},
+        {"fc.weight": torch.ones(32, 96, dtype=torch.int8)},
+        also=("weight_dtype",),
+    ),
     # fc and its sources
     Case(
         "fc_width",
@@ -334,6 +342,12 @@ CASES = [
         "eagle3_ext.rope_scaling: got rope_type 'yarn' without",
         override={"rope_scaling": {"rope_type": "yarn"}},
     ),
+    Case("rope_type", "error", "with '8' as factor", {"rope_scaling": {"type": "linear", "factor": "8"}}),
+    Case("rope_type", "error", "got rope_type []", {"rope_scaling": {"rope_type": []}}),
+    Case("config_value", "error", "rope_theta: got 0", {"rope_theta": 0}),
+    Case("config_value", "error", "rms_norm_eps: got nan", {"rms_norm_eps": float("nan")}),
+    Case("config_value", "error", "max_position_embeddings: got -1", {"max_position_embeddings": -1}),
+    Case("config_value", "error", "partial_rotary_factor: got 2", {"partial_rotary_factor": 2}),
     Case(
         "rope_clash",
         "warning",
@@ -354,6 +368,20 @@ CASES = [
         "error",
         "got one object per layer type",
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    ),
+    Case(
+        "rope_not_as_written",
+        "info",
+        "which angelslim does not read in training; theta 10000 with scaling None was taken",
+        {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 8.0}},
+        override={"producer": "angelslim"},
+    ),
+    Case(
+        "rope_not_as_written",
+        "warning",
+        "got 1e+06 with scaling None, which angelslim does not read",
+        dialect="angelslim",
+        also=("tied_with_head",),
     ),
     # windows
     Case(

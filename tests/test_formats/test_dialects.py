@@ -1,0 +1,258 @@
+"""Every dialect's files, spelled as its writer spells them, and who claims which; the facts are written out by hand."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from checkpoints import DELETE, Dialect, write_draft
+from safetensors.torch import load_file, save_file
+
+from sglang_eagle3_ext import formats
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.spec import Attention, Norms, Rope, Source, Vocab
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+CLAIMED = {name: name for name in formats.READERS} | {"specforge": "eagle", "modelopt_megatron": "modelopt"}
+
+
+def codes(spec):
+    return [f.code for f in spec.findings]
+
+
+@pytest.mark.parametrize("dialect", get_args(Dialect))
+@pytest.mark.parametrize("layers", [1, 2])
+def test_exactly_one_dialect_claims_its_own_files_and_reads_the_same_draft(tmp_path, dialect, layers):
+    spec = formats.read_draft(write_draft(tmp_path, dialect, layers=layers, num_sources=2))
+    assert spec.format == CLAIMED[dialect]
+    assert (spec.num_sources, spec.target_hidden_size, spec.hidden_size, spec.fc_in) == (2, 32, 32, 64)
+    assert spec.norms == Norms("none", "pre_norm", "pre_norm", True)
+    assert spec.attention == Attention("gqa", layers, 4, 2, 12)
+    assert spec.vocab == Vocab(96, 37, "offset")
+    assert (spec.intermediate_size, spec.rms_norm_eps, spec.max_position_embeddings) == (40, 1e-5, 512)
+    assert spec.lm_head == "own"
+    assert not [f for f in spec.findings if f.severity == "error"]
+    assert (spec.missing, spec.unconsumed) == ((), ())
+    # The same canonical tensors, whatever the file calls them.
+    own = {"t2d", "embed_tokens.weight"}
+    plain = formats.read_draft(write_draft(tmp_path / "plain", layers=layers, num_sources=2))
+    assert set(spec.weights.values()) - own == set(plain.weights.values()) - own
+    loads = dialect in ("modelopt", "specforge", "torchspec") or (dialect == "modelopt_megatron" and layers == 1)
+    assert spec.stock.loads == loads
+    assert loads or any(spec.architecture in sentence for sentence in spec.stock.differences)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "ids", "listed", "layer_ids", "order", "producer"),
+    [
+        ("modelopt", f"eagle_config.{IDS}", [1, 3, 5], "stock", "ascending", "modelopt"),
+        ("modelopt_megatron", f"eagle_config.{IDS}", [1, 6, 3], "stock", "ascending", "modelopt"),
+        ("torchspec", f"eagle_config.{IDS}", [1, 6, 3], "output", "as_listed", "torchspec"),
+        ("torchspec", IDS, [1, 3, 5], "output", "as_listed", "torchspec"),
+        ("automodel", f"eagle_config.{IDS}", [1, 3, 5], "output", "as_listed", "automodel"),
+        ("vllm", IDS, [2, 4, 6], "boundary", "ascending", None),
+        ("vllm", f"eagle_config.{IDS}", [2, 4, 6], "boundary", "ascending", None),
+    ],
+)
+def test_what_an_id_means(tmp_path, dialect, ids, listed, layer_ids, order, producer):
+    spec = formats.read_draft(write_draft(tmp_path, dialect, config_changes={ids: listed}))
+    assert spec.sources == tuple(Source("id", i, f"id {i}") for i in listed)
+    assert (spec.layer_ids, spec.order, spec.producer) == (layer_ids, order, producer)
+    assert spec.origins["sources"] == "config"
+    assert ("unsorted_ids" in codes(spec)) == (listed != sorted(listed))
+    assert "top_level_ids" not in codes(spec)
+
+
+def test_modelopt(tmp_path):
+    spec = formats.read_draft(write_draft(tmp_path, "modelopt", layers=3))
+    assert (spec.format, spec.architecture, spec.producer) == ("modelopt", "LlamaForCausalLMEagle3", "modelopt")
+    assert spec.rope == Rope(10000.0)
+    assert spec.findings == ()
+    # One head of the parallel variant is what every export says; only more steps than one would use it.
+    assert spec.stock.differences == tuple(f"stock does not apply input_layernorm in layer {i}" for i in (1, 2))
+
+
+def test_modelopt_from_megatron(tmp_path):
+    spec = formats.read_draft(write_draft(tmp_path, "modelopt_megatron", layers=2))
+    assert (spec.format, spec.architecture) == ("modelopt", "LlamaForCausalLMEagle3Deep")
+    assert spec.rope.theta == 500000.0
+    assert spec.rope.scaling["rope_type"] == "llama3"
+    assert not spec.stock.loads
+    assert spec.stock.differences == ("stock refuses the architecture LlamaForCausalLMEagle3Deep",)
+
+
+def test_modelopt_without_captured_states(tmp_path):
+    spec = formats.read_draft(
+        write_draft(
+            tmp_path,
+            "modelopt",
+            draft_vocab=96,
+            config_changes={"eagle_config.use_aux_hidden_state": False, "draft_vocab_size": None},
+            tensor_changes={"fc.weight": None, "lm_head.weight": None},
+        )
+    )
+    assert (spec.num_sources, spec.lm_head, spec.sources) == (0, "target", (Source("final_norm", None, "final_norm"),))
+    assert codes(spec) == ["head_from_target"]
+
+
+@pytest.mark.parametrize("names", ["midlayer.", "layers.0."])
+def test_torchspec(tmp_path, names):
+    write_draft(tmp_path, "torchspec", config_changes={"norm_output": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n.replace("midlayer.", names): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    spec = formats.read_draft(tmp_path)
+    assert (spec.format, spec.producer, spec.embed, spec.rope) == ("torchspec", "torchspec", "own", Rope(1e6))
+    # Its trainer recycles what it says, so that nothing is left to warn about.
+    assert spec.norms.recurrent_state == "post_norm"
+    assert spec.findings == ()
+
+
+@pytest.mark.parametrize("architecture", ["LlamaEagle3DraftModel", "LlamaForCausalLMEagle3"])
+def test_automodel(tmp_path, architecture):
+    changes = {"architectures": [architecture], "norm_output": True, "fc_norm": True}
+    norms = {f"model.fc_norm.{i}.weight": torch.ones(32) for i in range(3)}
+    spec = formats.read_draft(write_draft(tmp_path, "automodel", config_changes=changes, tensor_changes=norms))
+    assert (spec.format, spec.producer, spec.embed, spec.sources) == ("automodel", "automodel", "own", None)
+    assert spec.norms == Norms("per_source", "pre_norm", "post_norm", True)
+    assert spec.weights["model.layers.0.self_attn.q_proj.weight"] == "layers.0.self_attn.q_proj.weight"
+    assert spec.rope == Rope(1e6)
+    # The window and the number of layers in the config are the target's.
+    assert spec.attention == Attention("gqa", 1, 4, 2, 12)
+    assert codes(spec) == ["layer_count"]
+
+
+def test_angelslim(tmp_path):
+    spec = formats.read_draft(write_draft(tmp_path, "angelslim"))
+    assert (spec.format, spec.producer, spec.sources, spec.layer_ids) == ("angelslim", "angelslim", None, "output")
+    assert (spec.rope, spec.origins["rope_theta"]) == (Rope(10000.0), "default")
+    assert (spec.lm_head, spec.embed) == ("own", "target")
+    assert codes(spec) == ["tied_with_head", "rope_not_as_written"]
+
+
+@pytest.mark.parametrize(
+    ("config", "rope"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, Rope(1e4)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            Rope(1e4, {"rope_type": "linear", "factor": 2.0}),
+        ),
+        (
+            {"rope_scaling": {"type": "default", "mrope_interleaved": True, "mrope_section": [2, 2, 2]}},
+            Rope(1e6, {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 2, 2]}),
+        ),
+        ({"rope_theta": 10000, "rope_scaling": None}, Rope(1e4)),
+    ],
+)
+def test_angelslim_trains_with_another_rope_than_it_writes(tmp_path, config, rope):
+    spec = formats.read_draft(write_draft(tmp_path, "angelslim", config_changes=config))
+    assert spec.rope == rope
+    read = config.get("rope_theta") == 10000 or "mrope_section" in config["rope_scaling"]
+    assert ("rope_not_as_written" in codes(spec)) == (not read)
+
+
+def test_a_renamed_upload_of_angelslim_needs_its_producer(tmp_path):
+    write_draft(tmp_path, "angelslim", config_changes={"architectures": ["LlamaForCausalLMEagle3"]})
+    assert formats.read_draft(tmp_path).rope == Rope(1e6)
+    spec = formats.read_draft(tmp_path, override={"producer": "angelslim"})
+    assert (spec.format, spec.rope, spec.origins["rope_theta"]) == ("eagle", Rope(1e4), "override")
+    said = next(f for f in spec.findings if f.code == "rope_not_as_written")
+    assert said.severity == "info"
+    assert "stock turns the rotary embedding with theta 1e+06 and the config's scaling" in spec.stock.differences
+    # What the user says about theta itself stands above what his trainer is known for.
+    told = formats.read_draft(tmp_path, override={"producer": "angelslim", "rope_theta": 5e5})
+    assert (told.rope, "rope_not_as_written" in codes(told)) == (Rope(5e5), False)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Eagle3LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ],
+)
+def test_vllm(tmp_path, architecture):
+    changes = {"architectures": [architecture], "norm_before_residual": True}
+    spec = formats.read_draft(write_draft(tmp_path, "vllm", config_changes=changes))
+    assert (spec.format, spec.architecture, spec.producer, spec.rope) == ("vllm", architecture, None, Rope(1e6))
+    assert spec.norms.residual == "post_norm"
+    assert spec.findings == ()
+    assert spec.stock.differences == (f"stock refuses the architecture {architecture}",)
+
+
+def test_ids_tell_vllm_from_angelslim(tmp_path):
+    spec = formats.read_draft(write_draft(tmp_path, "angelslim", config_changes={IDS: [2, 4, 6]}))
+    assert (spec.format, spec.rope, spec.layer_ids) == ("vllm", Rope(1e6), "boundary")
+
+
+def test_two_traces_are_an_error_that_names_both(tmp_path):
+    write_draft(tmp_path, "modelopt", config_changes={"_torchspec_version": "0.1.0"})
+    with pytest.raises(CheckpointError, match="modelopt and torchspec claim it; expected exactly one"):
+        formats.read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Eagle3DeepseekV2ForCausalLM", "its attention is MLA"),
+        ("Glm4MoeForCausalLMEagle3", "its MLP is a mixture of experts"),
+        ("LlamaForCausalLMEagle", "an EAGLE-1 draft"),
+        ("PEagleDraftModel", "P-EAGLE, which drafts all tokens in one pass"),
+    ],
+)
+def test_drafts_that_no_dialect_serves(tmp_path, architecture, reason):
+    write_draft(tmp_path, "torchspec", config_changes={"architectures": [architecture]})
+    with pytest.raises(CheckpointError, match=reason) as raised:
+        formats.read_draft(tmp_path)
+    assert [f.code for f in raised.value.findings] == ["dialect_unknown"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes", "key"),
+    [
+        ("automodel", {"parallel_drafting": True}, "parallel_drafting"),
+        ("modelopt", {"eagle_config.use_mtp_layernorm": True}, "eagle_config.use_mtp_layernorm"),
+        ("modelopt", {"eagle_config.parallel_draft_step": 2}, "eagle_config.parallel_draft_step"),
+    ],
+)
+def test_what_a_dialect_can_say_and_nothing_serves(tmp_path, dialect, changes, key):
+    spec = formats.read_draft(write_draft(tmp_path, dialect, config_changes=changes))
+    assert [f.code for f in spec.findings if f.severity == "error"] == ["unserved_key"]
+    assert f"config.json:{key}: got " in next(f.message for f in spec.findings if f.code == "unserved_key")
+
+
+@pytest.mark.parametrize("dialect", get_args(Dialect))
+def test_a_pruned_draft_without_its_map_is_an_error(tmp_path, dialect):
+    # One exporter of ModelOpt never writes it.
+    t2d = {} if dialect.startswith("modelopt") else {"t2d": None}
+    spec = formats.read_draft(write_draft(tmp_path, dialect, tensor_changes={"d2t": None} | t2d))
+    assert [f.code for f in spec.findings if f.severity == "error"] == ["vocab_map_missing"]
+
+
+def test_head_that_was_pruned_by_offsets(tmp_path):
+    tensors = load_file(write_draft(tmp_path, "torchspec") / "model.safetensors")
+    full = torch.randn(96, 32)
+    offsets = tensors["d2t"]
+    for rows, expected in ((offsets, ["head_rows_by_offset"]), (offsets + torch.arange(37), [])):
+        save_file(tensors | {"lm_head.weight": full[rows].contiguous()}, tmp_path / "model.safetensors")
+        assert [f.code for f in formats.check_values(formats.read_draft(tmp_path))] == expected
+
+
+def test_a_quantisation_beside_plain_weights_is_the_target_s(tmp_path):
+    changes = {"quantization_config": {"quant_method": "fp8"}}
+    spec = formats.read_draft(write_draft(tmp_path, "automodel", config_changes=changes))
+    assert next(f.severity for f in spec.findings if f.code == "quantization_config") == "info"
+    flat = formats.read_draft(write_draft(tmp_path / "flat", config_changes=changes))
+    assert any("quantization_config" in sentence for sentence in flat.stock.differences)
+
+
+@pytest.mark.parametrize("key", ["draft_vocab_size", "target_hidden_size"])
+@pytest.mark.parametrize("value", [None, DELETE])
+@pytest.mark.parametrize("dialect", get_args(Dialect))
+def test_sizes_that_are_null_or_absent_are_read_off_the_tensors(tmp_path, dialect, key, value):
+    spec = formats.read_draft(write_draft(tmp_path, dialect, config_changes={key: value}))
+    assert (spec.vocab, spec.target_hidden_size, spec.num_sources) == (Vocab(96, 37, "offset"), 32, 3)
+    assert not [f for f in spec.findings if f.severity == "error"]
