@@ -53,6 +53,7 @@ AMBIGUITIES = frozenset(
         "no_sources_declared",
         "norm_output_two_meanings",
         "rope_clash",
+        "rope_not_as_written",
         "sliding_window_unclear",
         "top_level_ids",
         "two_input_norms",

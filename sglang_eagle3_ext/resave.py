@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.formats import IGNORED, read_draft, read_target, read_tensors
-from sglang_eagle3_ext.formats.eagle import STOCK_ARCHITECTURE
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE
 from sglang_eagle3_ext.formats.folder import locate, read_json
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary, DraftSpec, Finding, TargetFacts
 
@@ -594,7 +594,7 @@ def _rope_edits(spec: DraftSpec) -> Iterator[Edit]:
     """Write the rotary embedding out where ``eagle3_ext`` had the last word on it."""
     if spec.rope.partial_rotary_factor != 1.0:
         yield ("partial_rotary_factor",), spec.rope.partial_rotary_factor
-    if {spec.origins["rope_theta"], spec.origins["rope_scaling"]} & {_EXT}:
+    if spec.origins["rope_theta"] != "config" or spec.origins["rope_scaling"] not in ("config", "default"):
         yield ("rope_parameters",), REMOVE
         yield ("rope_theta",), spec.rope.theta
         yield ("rope_scaling",), None if spec.rope.scaling is None else dict(spec.rope.scaling)

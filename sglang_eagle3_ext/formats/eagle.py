@@ -10,8 +10,6 @@ from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, can
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.spec import DraftSpec
 
-__all__ = ["STOCK_ARCHITECTURE", "claim_and_read"]
-
 _TRACES = (automodel.find_trace, modelopt.find_trace, torchspec.find_trace)
 """The traces of the dialects that share the architecture."""
 

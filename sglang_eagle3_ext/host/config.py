@@ -153,10 +153,8 @@ def normalise_draft_config(_result: Any, model_config: Any) -> None:
         )
         return
     fields = draft_hf_fields(spec)
-    if spec.origins.get("rope_theta") in ("override", "eagle3_ext") or spec.origins.get("rope_scaling") in (
-        "override",
-        "eagle3_ext",
-    ):
+    # What SGLang finds in the config itself stays as it is written there.
+    if spec.origins["rope_theta"] != "config" or spec.origins["rope_scaling"] not in ("config", "default"):
         fields["rope_parameters"] = rope_parameters(spec)
     for name, value in fields.items():
         if name not in model_config.model_override_args and getattr(hf_config, name, _ABSENT) != value:
