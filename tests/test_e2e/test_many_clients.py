@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 CLIENTS = 8
 CHUNK = 64
 POOL = 4096
-LENGTHS = (5, 48, 17, 33, 1, 40, 26, 12)
+LENGTHS = (5, 43, 17, 33, 1, 40, 26, 12)
 
 
 def stream(server: Server, input_ids: list[int], tokens: int) -> Iterator[dict[str, Any]]:
