@@ -40,8 +40,8 @@ def figures(result: dict[str, Any]) -> str:
     lines = markdown_table(bench.HEADER, bench.cells(result))
     note = (
         f"`make demo` on {machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request "
-        f"at a time: {settings['questions']} questions on topics absent from the draft's training, "
-        f"{settings['max_tokens']} tokens each, median of {settings['rounds']} interleaved rounds. SGLang "
+        f"at a time: {settings['questions']} questions absent from the draft's training, half of them on topics "
+        f"absent from it, too, {settings['max_tokens']} tokens each, median of {settings['rounds']} interleaved rounds. SGLang "
         f"{versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
         "Data: [demo.json](benchmarks/results/demo.json)."
     )

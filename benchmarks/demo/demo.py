@@ -31,6 +31,8 @@ STOCK_AT_MOST, OURS_AT_LEAST = 1.25, 1.6
 """What the demo claims of the accept lengths. They hardly depend on the machine, so that a run that misses them
 has found a fault; speeds do, and a run on a busy machine only says so."""
 
+GROUPS = {"unseen": "absent from the training, too", "seen": "of the training"}
+
 # On the CPU also where there is a GPU: the figures are meant for any machine.
 CPU_FLAGS = ("--device", "cpu", "--attention-backend", "eagle3_cpu", "--dtype", "bfloat16")
 
@@ -123,7 +125,7 @@ def speed_doubts(result: Mapping[str, Any]) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--questions", type=int, default=10, help="how many questions to ask (default 10)")
+    parser.add_argument("--questions", type=int, default=20, help="how many questions to ask (default 20)")
     parser.add_argument("--rounds", type=int, default=3, help="how often to ask each (default 3)")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer (default 48)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each server (default 1)")
@@ -139,14 +141,17 @@ def run(options: argparse.Namespace) -> int:
         print(warning)
     target = make_target()
     evaluation = json.loads(QUESTIONS.read_text())
-    questions = [item["prompt"] for item in evaluation["unseen"][: options.questions]]
+    # Half of them on topics absent from the draft's training; none of the questions themselves is in it.
+    half = (options.questions + 1) // 2
+    asked = [bench.Prompt(item["prompt"], group) for group in ("unseen", "seen") for item in evaluation[group][:half]]
+    prompts = tuple(asked[: options.questions])
     settings = bench.Settings(
         draft=str(DRAFT),
         target=str(target),
         out=OUT,
         rows=("baseline", "stock", "ours"),
-        prompts=tuple(map(bench.Prompt, questions)),
-        warmup=evaluation["seen"][0]["prompt"],
+        prompts=prompts,
+        warmup=evaluation["seen"][-1]["prompt"],
         rounds=options.rounds,
         tokens=options.tokens,
         steps=STEPS,
@@ -160,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
         ours = servers[-1]
         print("\nOne answer, streamed from the server that runs the draft as it was trained:")
         stream_answer(ours, evaluation["unseen"][-1]["prompt"], max_tokens=3 * options.tokens)
-        curl = curl_command(ours, questions[0], options.tokens)
+        curl = curl_command(ours, prompts[0].text, options.tokens)
         answer = run_curl(curl) if shutil.which("curl") else None
         tried = (
             "(curl is not installed here, so this command was not tried.)"
@@ -173,8 +178,11 @@ def run(options: argparse.Namespace) -> int:
     print(f"Target {os.path.relpath(target)}, draft {os.path.relpath(DRAFT)}, logs {os.path.relpath(OUT)}/*.log")
     result = bench.compare(settings, machine, OUT / "demo.json", while_up)
 
-    print(f"\n{len(questions)} questions on topics absent from the training, {options.rounds} rounds:\n")
+    print(f"\n{len(prompts)} questions absent from the training, {options.rounds} rounds:\n")
     print(bench.text_table(bench.HEADER, bench.cells(result)))
+    for group, figures in result["groups"].items():
+        length = figures["spec_accept_length"]["ours"]
+        print(f"  {figures['prompts']} on topics {GROUPS[group]}: {_spell_length(length)} as it was trained")
     for item in result["differences"]:
         print(f"  {bench.describe(item, result['settings']['dtype'])}")
     print(f"\n{verdict(result)}")
