@@ -41,8 +41,8 @@ def figures(result: dict[str, Any]) -> str:
     note = (
         f"`make demo` on {machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request "
         f"at a time: {settings['questions']} questions absent from the draft's training, half of them on topics "
-        f"absent from it, too, {settings['max_tokens']} tokens each, median of {settings['rounds']} interleaved rounds. SGLang "
-        f"{versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
+        f"absent from it, too, {settings['max_tokens']} tokens each, median of {settings['rounds']} interleaved "
+        f"rounds. SGLang {versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
         "Data: [demo.json](benchmarks/results/demo.json)."
     )
     return "\n".join([*lines, "", note]) + "\n"
