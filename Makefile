@@ -38,7 +38,7 @@ target: $(DEMO_READY)
 
 # Without a host first: it is quick and says most.
 test: $(TEST_READY) target
-	$(PY) -m pytest -m "not host and not e2e"
+	$(PY) -m pytest -n auto --maxprocesses 4 -m "not host and not e2e"
 	$(PY) -m pytest -m "host and not e2e"
 	$(PY) -m pytest -m e2e
 
