@@ -249,7 +249,6 @@ CPU_ROWS: tuple[Row, ...] = (
         "serve heads from packed weights",
         "SGLang packs weights on CPUs without its kernel package",
     ),
-    _platform(f"{_LAYERS}.vocab_parallel_embedding.ParallelLMHead", "value", (), "recognise heads"),
     _platform(
         "sglang.kernels.fused_op.BaseFusedOp.register_oot_forward",
         "call",

@@ -40,6 +40,14 @@ STEPS = 3
 STEP_WEIGHT = 0.8
 
 
+def count(sequences: list[Sequence]) -> collections.Counter[int]:
+    """Count the generated tokens of sequences."""
+    counts: collections.Counter[int] = collections.Counter()
+    for s in sequences:
+        counts.update(s.ids[s.prompt_length :].tolist())
+    return counts
+
+
 @torch.no_grad()
 def choose_vocabulary(
     sequences: list[Sequence], embedding: Tensor, size: int, sample: int = 16384
@@ -58,9 +66,7 @@ def choose_vocabulary(
     Returns:
         The ids, ascending; the same ids, most frequent first; the share of generated tokens they cover.
     """
-    counts: collections.Counter[int] = collections.Counter()
-    for s in sequences:
-        counts.update(s.ids[s.prompt_length :].tolist())
+    counts = count(sequences)
     total = sum(counts.values())
     step = max(1, total // sample)
     probability, first = torch.zeros(len(embedding)), 0
@@ -74,6 +80,22 @@ def choose_vocabulary(
             break
         chosen.setdefault(token)
     return sorted(chosen), list(chosen), sum(counts[t] for t in chosen) / total
+
+
+def keep_vocabulary(sequences: list[Sequence], directory: pathlib.Path) -> tuple[list[int], list[int], float]:
+    """Take over the tokens that a draft can propose: rows that it has not trained would outbid the others.
+
+    Args:
+        sequences: training sequences; their generated parts are counted.
+        directory: folder of the draft.
+
+    Returns:
+        What ``choose_vocabulary`` returns.
+    """
+    offsets = load_file(directory / "model.safetensors")["d2t"]
+    ids = (offsets + torch.arange(len(offsets))).tolist()
+    counts = count(sequences)
+    return ids, sorted(ids, key=lambda token: -counts[token]), sum(counts[t] for t in ids) / sum(counts.values())
 
 
 def batches(sequences: list[Sequence], size: int, rng: random.Random) -> list[list[int]]:
@@ -193,7 +215,10 @@ class Run:
         weights = load_file(arguments.model / "model.safetensors")
         self.embedding = weights["model.embed_tokens.weight"].float()
         if saved is None:
-            ids, by_frequency, coverage = choose_vocabulary(self.sequences, self.embedding, arguments.vocabulary)
+            if arguments.vocabulary is None:
+                ids, by_frequency, coverage = keep_vocabulary(self.sequences, arguments.init)
+            else:
+                ids, by_frequency, coverage = choose_vocabulary(self.sequences, self.embedding, arguments.vocabulary)
             kept = set(ids)
             held_out = [t for s in self.held_out for t in s.ids[s.prompt_length :].tolist()]
             self.log: dict[str, Any] = {
@@ -344,7 +369,9 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, required=True, help="folder written by generate.py")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of this run")
     parser.add_argument("--init", type=pathlib.Path, help="folder of a draft to start from")
-    parser.add_argument("--vocabulary", type=int, default=13312, help="rows of the draft's head")
+    parser.add_argument(
+        "--vocabulary", type=int, help="rows of the draft's head (default: those of --init, else 13312)"
+    )
     parser.add_argument("--one-step", type=int, required=True, help="updates of the first phase")
     parser.add_argument("--test-time", type=int, required=True, help="updates of the second phase")
     parser.add_argument("--frequent", type=int, default=2048, help="most frequent tokens, part of every update")
@@ -364,6 +391,8 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.init is None and arguments.vocabulary is None:
+        arguments.vocabulary = 13312
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     Run(arguments).train()
