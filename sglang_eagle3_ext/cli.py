@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The name of a file need not be text, and is written as it is.
+        sys.stdout.reconfigure(errors="surrogateescape")
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -61,10 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
+    except OSError as error:
+        # The reader of a pipe has gone or a disk is full; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(
+            f"sglang-eagle3: got {error}; expected places that can be read and written. Check them and their room.",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,7 +126,7 @@ def _override(text: str) -> Mapping[str, Any]:
     """Read ``--override``: an ``eagle3_ext`` object, alone or under its key as the server takes it."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f'{error}; expected JSON such as \'{{"sources": ["embed"]}}\'') from error
     if isinstance(value, dict) and set(value) == {"eagle3_ext"}:
         value = value["eagle3_ext"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import fcntl
 import json
 import os
 import re
@@ -90,18 +91,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _assignment(text: str) -> tuple[str, Any]:
     """Read ``KEY=VALUE``; what the value must be is the reader's business."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected text in UTF-8") from error
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected KEY=VALUE such as sources=embed,layer3,layer31")
     if key == "sources" and not value.startswith("["):
         return key, [source.strip() for source in value.split(",")]
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(constant)
-
     try:
-        return key, json.loads(value, parse_constant=refuse)
-    except ValueError:
+        parsed = json.loads(value)
+        # Numbers that JSON has no word for, 1e999 among them, stay text, which the reader refuses.
+        json.dumps(parsed, allow_nan=False)
+        return key, parsed
+    except (ValueError, RecursionError):
         return key, value
 
 
@@ -269,11 +274,11 @@ def _configure(args: argparse.Namespace) -> int:
     folder = locate(args.draft, args.revision)
     file = folder / "config.json"
     config = read_json(file, "config_unreadable")
-    in_place = not (args.out or args.print)
+    in_place = args.out is None and not args.print
     edits = _ext_edits(f"{file}", config, args.assignments, args.unset)
     if in_place:
         _refuse_in_place(args.draft, file)
-    out = _free(args.out, folder) if args.out else None
+    out = _free(args.out, folder) if args.out is not None else None
     target = read_target(args.target, revision=args.target_revision) if args.target else None
 
     # As bytes: universal newlines would change the line ends of the file.
@@ -306,7 +311,7 @@ def _configure(args: argparse.Namespace) -> int:
     elif new == old:
         sys.stdout.write(f"{file} says so already; nothing was written\n")
     else:
-        backup = _replace(file, new.encode("utf-8"))
+        backup = _replace(file, old.encode("utf-8"), new.encode("utf-8"))
         sys.stdout.write(f"wrote {file}\nkept {backup}\n")
     return 0
 
@@ -413,20 +418,37 @@ def _stock_ids(spec: DraftSpec, plan: AssemblyPlan | None, config: Mapping[str, 
     return edits, f"stock SGLang captures the same states by the ids {ids}"
 
 
-def _replace(file: Path, content: bytes) -> Path:
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes of this program out of a folder while something in it is replaced."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _replace(file: Path, expected: bytes, content: bytes) -> Path:
     """Put new content into a file in one step, and keep the old one beside it under a name that was free."""
-    old = file.stat()
-    names = (f"{file.name}.bak{number or ''}" for number in range(10_000))
-    backup = next(path for path in map(file.with_name, names) if not os.path.lexists(path))
     fresh = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        _write_new(fresh, content)
-        os.chmod(fresh, stat.S_IMODE(old.st_mode))
-        with contextlib.suppress(PermissionError):
-            os.chown(fresh, old.st_uid, old.st_gid)
-        _write_new(backup, file.read_bytes())
-        shutil.copystat(file, backup)
-        os.replace(fresh, file)
+        with _alone(file.parent):
+            if file.read_bytes() != expected:
+                raise CheckpointError(
+                    f"{file}: got another content than a moment ago; expected nobody else to change it. Run it again."
+                )
+            old = file.stat()
+            names = (f"{file.name}.bak{number or ''}" for number in range(10_000))
+            backup = next(path for path in map(file.with_name, names) if not os.path.lexists(path))
+            _write_new(fresh, content)
+            os.chmod(fresh, stat.S_IMODE(old.st_mode))
+            with contextlib.suppress(PermissionError):
+                os.chown(fresh, old.st_uid, old.st_gid)
+            _write_new(backup, expected)
+            shutil.copystat(file, backup)
+            os.replace(fresh, file)
     except OSError as error:
         raise _unwritable(file, error) from error
     finally:
@@ -519,7 +541,8 @@ def _engine_config(engine: Engine, plan: AssemblyPlan, folder: Path) -> str:
     text = (folder / "config.json").read_bytes().decode("utf-8")
     config = json.loads(text)
     if plan.spec.format == "speculators":
-        config = config["transformer_layer_config"]
+        # What was measured of the draft and how strict to be stand one level up.
+        config = config["transformer_layer_config"] | ({_EXT: config[_EXT]} if _EXT in config else {})
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     differing = [edit for edit in _flat_edits(engine, plan, config) if _lookup(config, edit[0]) != edit[1]]
     return edit_json(text, differing)
@@ -560,6 +583,10 @@ def _flat_edits(engine: Engine, plan: AssemblyPlan, config: Mapping[str, Any]) -
     yield ("target_hidden_size",), REMOVE if spec.target_hidden_size == spec.hidden_size else spec.target_hidden_size
     if spec.dtype is not None and config.get("dtype") is None and config.get("torch_dtype") is None:
         yield ("torch_dtype",), spec.dtype
+    if a.sliding_window is None and config.get("sliding_window") is not None:
+        # Copied from the target by a trainer that attends to everything; the engines would believe it.
+        for key in ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"):
+            yield (key,), REMOVE
     yield from _rope_edits(spec)
     bias = a.o_bias if engine == "stock" else a.qkv_bias
     for key, flag in (
@@ -678,12 +705,19 @@ def _unwritable(place: Path, error: Exception) -> UnsupportedError:
 
 def _free(out: str, folder: Path) -> Path:
     """Check that a folder to be written holds nothing yet and lies outside of the draft."""
-    path, real = Path(out).expanduser().resolve(), folder.resolve()
+    if not out:
+        raise CheckpointError("--out: got an empty name; expected a folder that is absent or empty. Name one.")
+    try:
+        path, real = Path(out).expanduser().resolve(), folder.resolve()
+        held = sorted(os.listdir(path)) if path.is_dir() else []
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long or no name at all, a folder that may not be entered, a home of nobody's.
+        raise _unwritable(Path(out), error) from error
     if path == real or real in path.parents:
         raise CheckpointError(f"{out}: lies in the draft itself; expected another folder. Choose another --out.")
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{out}: is a file; expected a folder that is absent or empty. Choose another --out.")
-    if path.is_dir() and (held := sorted(os.listdir(path))):
+    if held:
         raise CheckpointError(
             f"{out}: holds {', '.join(held[:3])}{' and more' * (len(held) > 3)}; expected a folder that is absent or "
             "empty. Choose another --out."

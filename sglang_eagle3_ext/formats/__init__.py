@@ -135,7 +135,7 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
     )
     sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json", "target_unreadable")
     architectures = config.get("architectures") or inner.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise fatal(
             "target_unreadable",
             f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. Add the "
@@ -143,9 +143,9 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
         )
     return TargetFacts(
         path=str(path),
-        architecture=str(architectures[0]),
+        architecture=architectures[0],
         num_layers=sizes.num_hidden_layers,
         hidden_size=sizes.hidden_size,
         vocab_size=sizes.vocab_size,
-        reading=stock_reading(str(architectures[0])),
+        reading=stock_reading(architectures[0]),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.reading import LAYER_NAME, Reading
 from sglang_eagle3_ext.spec import Attention
@@ -11,9 +13,10 @@ def count_layers(r: Reading) -> int:
     """Count the layers that are there; a number copied from the target is reported and not believed."""
     found = {int(m[1]) for name in r.by_canonical if (m := LAYER_NAME.fullmatch(name))}
     declared = r.layer.num_hidden_layers
-    count = max(found) + 1 if found else (declared or 1)
+    # Up to the first gap: what lies beyond it has no place, and one odd name must not size everything.
+    count = next(i for i in itertools.count() if i not in found) or 1
     r.origins["num_layers"] = "weights" if found else "config"
-    if declared is not None and declared != count:
+    if found and declared is not None and declared != count:
         r.folder.add(
             "warning",
             "layer_count",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -10,7 +11,8 @@ import msgspec
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.spec import Expected, Finding, IdMeaning, Order, Origin, Source, parse_source
 
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+# Bounded above as well: JSON reads 1e999 as infinity.
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -39,7 +41,7 @@ class Eagle3Ext(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residual: Literal["pre_norm", "post_norm"] | msgspec.UnsetType = msgspec.UNSET
     recurrent_state: Literal["pre_norm", "post_norm"] | msgspec.UnsetType = msgspec.UNSET
     norms: Literal["none", "per_source", "concatenation"] | msgspec.UnsetType = msgspec.UNSET
-    rope_theta: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
+    rope_theta: Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)] | msgspec.UnsetType = msgspec.UNSET
     rope_scaling: dict[str, Any] | None | msgspec.UnsetType = msgspec.UNSET
     embed: Literal["own", "target"] | msgspec.UnsetType = msgspec.UNSET
     lm_head: Literal["own", "target"] | msgspec.UnsetType = msgspec.UNSET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -42,10 +43,25 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
     Raises:
         CheckpointError: neither is there.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    if not os.fspath(path):
+        # The path of an empty name is the working folder, which nobody meant.
+        raise fatal("no_checkpoint", "'': got an empty name; expected a checkpoint folder or a Hub id. Name one.")
+    try:
+        folder = Path(path).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+        if is_folder and not os.access(folder, os.R_OK):
+            # Globbing takes a folder that may not be listed for an empty one.
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, RuntimeError) as error:
+        # A name that is too long, a folder that may not be entered, a home of nobody's.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise fatal(
+            "no_checkpoint",
+            f"{path}: cannot be looked up, got {reason}; expected a checkpoint folder or a Hub id. Check the path.",
+        ) from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise fatal(
             "no_checkpoint",
             f"{path}: is a file; expected a folder with config.json. Name the folder that holds it.",
@@ -83,14 +99,17 @@ def read_json(file: Path, code: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is absent, is no JSON or holds something else.
     """
-    if not file.is_file():
-        raise fatal(code, f"{file}: no such file; expected a checkpoint with it. Check the folder.")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        present = file.is_file()
+        value = json.loads(file.read_text(encoding="utf-8")) if present else None
+        # Half of a surrogate pair is JSON, and can neither be printed nor be written again.
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, OSError, RecursionError) as error:
         raise fatal(
             code, f"{file}: cannot be read, got {error}; expected JSON. Repair or fetch the file again."
         ) from error
+    if not present:
+        raise fatal(code, f"{file}: no such file; expected a checkpoint with it. Check the folder.")
     if not isinstance(value, dict):
         raise fatal(
             code,
@@ -162,7 +181,7 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                 "file again.",
             )
         index.update(weight_map)
-    absent = sorted({shard for shard in index.values() if not (path / shard).is_file()})
+    absent = sorted({shard for shard in index.values() if not os.path.isfile(path / shard)})
     if absent:
         raise fatal(
             "shard_absent",
@@ -216,6 +235,10 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        file.stat()
+        if not os.access(file, os.R_OK):
+            # Which safetensors, whose files are their owner's alone, calls "no such file".
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return {
@@ -265,17 +288,42 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            # PyTorch's own words advise to run what the file brings along.
+            reason = "content other than tensors, which is never run"
         raise fatal(
             "weights_unreadable",
             f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the file again.",
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    odd: list[str] = [type(content).__name__]
+    if isinstance(content, dict):
+        odd = [f"{name!r} ({_kind(value)})" for name, value in content.items() if not _is_plain(name, value)]
+    if odd:
         raise fatal(
             "weights_unreadable",
-            f"{file}: got {type(content).__name__}; expected a mapping from names to tensors. Save the model's state "
-            "dict, as safetensors if you can.",
+            f"{file}: got {shorten(', '.join(odd), 120)}; expected a mapping from names to tensors, dense ones. Save "
+            "the model's state dict, as safetensors if you can.",
         )
-    return content
+    tensors: dict[str, Tensor] = content
+    return tensors
+
+
+def _is_plain(name: object, value: object) -> bool:
+    """Say whether an entry of a PyTorch file is a name and a tensor with values of its own."""
+    import torch
+
+    return (
+        isinstance(name, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not (value.is_meta or value.is_quantized)
+    )
+
+
+def _kind(value: object) -> str:
+    import torch
+
+    return f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def load_tensors(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ def _check_head_rows(name: str, head: Tensor, spec: DraftSpec) -> list[Finding]:
     _, offsets = next(
         load_tensors(folder, {n: spec.tensors[n] for n, canonical in spec.weights.items() if canonical == "d2t"})
     )
-    if offsets.shape != head.shape[:1]:
+    if head.dim() != 2 or offsets.shape != head.shape[:1]:
         return []
     # Such a head repeats a row wherever an offset repeats, and nowhere else; a few columns show it.
     repeats = (head[1:, :64] == head[:-1, :64]).all(dim=1)

@@ -183,7 +183,9 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        # Half of a surrogate pair is JSON, and no request can carry it.
+        json.dumps(content, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError) as error:
         raise BenchError(f"{file}: cannot be read, got {error}; expected a JSON file of prompts. Repair it.") from error
     groups: Mapping[str | None, Any] = content if isinstance(content, dict) else {None: content}
     prompts: list[Prompt] = []
@@ -791,7 +793,13 @@ def _run(args: argparse.Namespace) -> int:
         _say(warning)
     if settings.rounds < FEW_ROUNDS:
         _say(f"{settings.rounds} rounds are few: below {FEW_ROUNDS} the spread says little.")
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(
+            f"--out: got {settings.out}, which cannot be made ({error.strerror}); expected a folder to write into. "
+            "Choose another."
+        ) from error
     _say(f"Target {settings.target}, draft {settings.draft}, logs {settings.out}/*.log")
     file = settings.out / "bench.json"
     result = compare(settings, machine, file)

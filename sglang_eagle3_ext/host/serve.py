@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def _config_file_words(file: Path) -> Iterator[str]:
         if value is True:
             yield f"--{key}"
         elif isinstance(value, dict):
-            yield from (f"--{key}", json.dumps(value))
+            yield from (f"--{key}", json.dumps(value, default=str))
         elif value is not False and not isinstance(value, list):
             yield from (f"--{key}", str(value))
 
@@ -242,7 +241,7 @@ def _read_draft(problems: list[str], draft: str, revision: str | None, override_
     except CheckpointError as error:
         problems.append(str(error))
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"--json-model-override-args: got {error}; expected a JSON object. Check the quotes.")
         return None
     try:
@@ -365,7 +364,7 @@ def _speculation(flags: argparse.Namespace) -> Iterator[Added]:
         depth = steps or (tokens - 1 if tokens else _STEPS)
         size, shape = depth + 1, "one token a step, and the target's own"
     else:
-        depth = steps or next(d for d in count(_STEPS) if _tree_size(d, width) >= (tokens or 0))
+        depth = steps or max(_STEPS, 1 - (1 + width - (tokens or 0)) // width**2)
         size, shape = min(max(_TREE_TOKENS, depth + 1), _tree_size(depth, width)), "the best of the tree"
     yield Added(
         "--speculative-num-steps", str(depth), "what the draft tokens need" if tokens else "draft steps a round"

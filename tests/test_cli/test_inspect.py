@@ -257,6 +257,13 @@ def test_weights_finds_what_is_no_number(tmp_path, capsys):
     assert {f["code"] for f in result["findings"]} == {"not_finite"}
 
 
+def test_weights_of_another_rank_are_an_error_and_no_crash(tmp_path, capsys):
+    draft = write_draft(tmp_path, tensor_changes={"lm_head.weight": torch.ones(37)})
+    code, result = as_json(capsys, draft, "--weights")
+    assert code == 1
+    assert "tensor_shape" in {f["code"] for f in result["findings"]}
+
+
 @pytest.mark.parametrize("changed", [0, 3])
 def test_weights_compares_the_embeddings(tmp_path, capsys, changed):
     target = write_target(tmp_path / "t")
@@ -323,6 +330,27 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     os.close(write)
     assert process.communicate(timeout=120)[1] == b""
     assert process.returncode == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_a_full_disk_behind_stdout_is_said(tmp_path):
+    command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "inspect", write_draft(tmp_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("sglang-eagle3: got ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path):
+    try:
+        draft = write_draft(tmp_path / "draft").rename(tmp_path / os.fsdecode(b"draft\xff"))
+    except OSError:
+        pytest.skip("this file system takes text only")
+    command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "inspect", draft]
+    done = subprocess.run(command, capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(os.fsencode(draft))
 
 
 def test_interruption(monkeypatch, tmp_path):

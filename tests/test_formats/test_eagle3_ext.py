@@ -163,6 +163,7 @@ def test_it_must_be_an_object(tmp_path, value):
         ("sources", [3]),
         ("layer_ids", "stock"),
         ("rope_theta", -1.0),
+        ("rope_theta", float("inf")),
         ("rope_theta", "10000"),
         ("lm_head", "tied"),
         ("expected", {"accept_length": 2.0}),

@@ -439,6 +439,21 @@ FATAL = {
         "index_unreadable",
         "weight_map: got None",
     ),
+    "config nested without end": (
+        lambda p: broken(p, '{"a":' * 100_000),
+        "config_unreadable",
+        "recursion",
+    ),
+    "half a surrogate pair": (
+        lambda p: broken(p, '{"a": "\\ud83d"}'),
+        "config_unreadable",
+        "surrogates not allowed",
+    ),
+    "shard of a name too long": (
+        lambda p: (p / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "s" * 300}})),
+        "shard_absent",
+        "which the folder lacks",
+    ),
     "no heads": (
         lambda p: broken(
             p,
@@ -474,6 +489,31 @@ def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path):
         formats.read_draft(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ({1: torch.ones(2)}, "got 1 "),
+        ({"state_dict": {}}, "got 'state_dict' .dict"),
+        ({"fc.weight": torch.eye(2).to_sparse()}, "got 'fc.weight' .torch.sparse_coo"),
+        ({"fc.weight": torch.ones(2, device="meta")}, "got 'fc.weight' .*meta"),
+    ],
+    ids=["name", "nested", "sparse", "meta"],
+)
+def test_a_pickle_names_the_entry_that_is_no_tensor(tmp_path, content, got):
+    path = write_draft(tmp_path)
+    (path / "model.safetensors").unlink()
+    torch.save(content, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=got):
+        formats.read_draft(path)
+
+
+def test_a_layer_far_beyond_the_others_sizes_nothing(tmp_path):
+    path = write_draft(tmp_path, tensor_changes={"layers.999999999999.mlp.up_proj.weight": torch.ones(2)})
+    spec = formats.read_draft(path)
+    assert spec.attention.num_layers == 1
+    assert "unconsumed_tensor" in codes(spec, "error")
+
+
 class Harmful:
     def __reduce__(self):
         return print, ("ran",)
@@ -486,6 +526,21 @@ def test_a_pickle_is_never_executed(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
         formats.read_draft(path)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["", "n" * 300, "~nobody-of-that-name/draft"], ids=["empty", "long", "home"])
+def test_names_that_cannot_be_a_folder(name):
+    with pytest.raises(CheckpointError, match="expected a checkpoint folder or a Hub id"):
+        formats.read_draft(name)
+
+
+@pytest.mark.parametrize("part", ["", "model.safetensors"], ids=["folder", "weights"])
+def test_what_may_not_be_read_is_not_said_to_be_absent(tmp_path, monkeypatch, part):
+    path = write_draft(tmp_path)
+    # By hand, since root may read everything.
+    monkeypatch.setattr("os.access", lambda place, mode: str(place) != str(path / part))
+    with pytest.raises(CheckpointError, match="got .*Permission denied"):
+        formats.read_draft(path)
 
 
 def test_a_folder_that_is_not_there(tmp_path, monkeypatch):

@@ -283,6 +283,25 @@ def test_everything_that_is_wrong_is_said_at_once(
     assert all(line.startswith(f"sglang-eagle3: {start}") for line, start in zip(lines, starts, strict=True))
 
 
+@pytest.mark.parametrize("text", ['["\\ud83d"]', "[" * 100_000], ids=["surrogate", "nested"])
+def test_prompts_that_no_request_can_carry(tmp_path: Path, text: str):
+    file = tmp_path / "prompts.json"
+    file.write_text(text)
+    with pytest.raises(bench.BenchError, match="cannot be read"):
+        bench.read_prompts(file)
+
+
+def test_results_that_cannot_be_written_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(bench, "_missing_packages", lambda: iter(()))
+    monkeypatch.setattr(bench, "busy", lambda machine: None)
+    monkeypatch.setattr(bench, "compare", lambda *_: pytest.fail("started"))
+    (tmp_path / "file").write_text("")
+    assert bench.run(parse("D", "T", "--out", str(tmp_path / "file"))) == 1
+    assert "--out: got" in capsys.readouterr().err
+
+
 def test_prompts_with_and_without_groups(tmp_path: Path):
     file = tmp_path / "prompts.json"
     file.write_text('["one", "two"]')

@@ -290,6 +290,8 @@ def test_revisions_reach_the_reader_and_the_server(pair, capsys, monkeypatch):
         ({"eagle-topk": 4}, 3, 4, 8),
         ({"num-steps": 1, "eagle-topk": 2}, 1, 2, 3),  # a root and its two children
         ({"num-steps": 9, "eagle-topk": 2}, 9, 2, 10),  # at least as many as the tree is deep
+        ({"eagle-topk": 2, "num-draft-tokens": 15}, 4, 2, 15),
+        ({"eagle-topk": 2, "num-draft-tokens": 10**15}, 250_000_000_000_001, 2, 10**15),  # and at once
         ({"eagle-topk": 2, "num-draft-tokens": 16}, 5, 2, 16),  # 1 + 2 + 3 * 4 = 15 nodes after four steps
         ({"num-steps": 5, "eagle-topk": 4, "num-draft-tokens": 8}, 5, 4, 8),
         ({"num-steps": 3, "num-draft-tokens": 9}, 3, 1, 9),  # the user's; SGLang itself corrects it
@@ -319,6 +321,12 @@ def test_the_users_config_file_wins(pair, capsys, tmp_path):
     got = values(words)
     assert not {"--model-path", "--speculative-num-steps"} & set(got)
     assert got["--speculative-num-draft-tokens"] == "6"
+
+
+def test_dates_in_the_config_file_are_sglangs_business(pair, capsys, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("json-model-override-args: {released: 2026-01-01}")
+    printed(capsys, *pair, "--print", "--config", file)
 
 
 # ---- quantisation and attention of the draft ----------------------------------------------------------------
@@ -451,7 +459,7 @@ def test_a_draft_and_a_target_that_are_not_there(tmp_path, capsys, started):
     assert "no target" in err
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"eagle3_ext": 3}', '{"eagle3_ext": {"sorces": []}}'])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"eagle3_ext": 3}', '{"eagle3_ext": {"sorces": []}}'])
 def test_an_override_that_is_not_understood(pair, capsys, started, text):
     err = refused(capsys, started, *pair, "--json-model-override-args", text)
     assert err.startswith("sglang-eagle3: ")

@@ -168,6 +168,27 @@ def test_backups_are_never_overwritten_and_no_change_makes_none(draft: Path):
     assert json.loads((draft / "config.json.bak2").read_text())["eagle3_ext"]["strict"] is False
 
 
+def test_a_change_by_somebody_else_is_not_lost(draft: Path, monkeypatch):
+    file, judge = draft / "config.json", resave._judge
+    theirs = file.read_bytes() + b"\n"
+
+    def meanwhile(*args: Any) -> Any:
+        file.write_bytes(theirs)
+        return judge(*args)
+
+    monkeypatch.setattr(resave, "_judge", meanwhile)
+    with pytest.raises(CheckpointError, match="another content than a moment ago"):
+        run("configure", draft, "--set", "strict=false")
+    assert file.read_bytes() == theirs
+    assert sorted(path.name for path in draft.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("out", ["n" * 300, "~nobody-of-that-name/out", "a\0b"], ids=["long", "home", "nul"])
+def test_a_name_that_cannot_be_a_folder_is_refused(draft: Path, out: str):
+    with pytest.raises(UnsupportedError, match="cannot be written"):
+        run("configure", draft, "--set", "strict=false", "--out", out)
+
+
 def test_unset_gives_back_the_very_bytes(draft: Path):
     old = (draft / "config.json").read_bytes()
     assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--set", "rope_theta=1e6") == 0
@@ -194,6 +215,9 @@ def test_unset_gives_back_the_very_bytes(draft: Path):
         ),
         pytest.param([], ["--set"], id="nothing"),
         pytest.param(["--set", "rope_theta=NaN"], ["rope_theta"], id="nan"),
+        pytest.param(["--set", 'rope_scaling={"factor": 1e999}'], ["rope_scaling"], id="infinity"),
+        pytest.param(["--set", "strict=" + "[" * 100_000], ["strict"], id="nested-without-end"),
+        pytest.param(["--set", "strict=true", "--out", ""], ["--out: got an empty name"], id="empty-out"),
     ],
 )
 def test_errors_are_reported_together_and_write_nothing(draft: Path, argv: list[str], words: list[str]):
@@ -521,6 +545,24 @@ def test_ids_mean_the_same_on_a_class_that_reads_them_otherwise(tmp_path: Path):
 
 
 # ---- killed ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_goes_along_from_every_dialect(tmp_path: Path, target: Path):
+    expected = {"accept_length": 2.0, "accept_per_position": [0.7], "steps": 1, "topk": 1, "draft_tokens": 2}
+    ext = {"sources": ["embed", "layer2", "layer5"], "expected": expected, "strict": True}
+    draft = write_draft(tmp_path / "draft", "speculators", config_changes={"eagle3_ext": ext})
+    assert run("export", draft, "--for", "vllm", "--target", target, "--out", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["eagle3_ext"] == ext
+
+
+@pytest.mark.parametrize("engine", ["stock", "vllm"])
+def test_a_window_that_training_did_not_read_stays_behind(tmp_path: Path, target: Path, engine: str):
+    ext = {"sources": ["embed", "layer2", "layer5"]} | ({"embed": "target"} if engine == "stock" else {})
+    draft = write_draft(tmp_path / "draft", "automodel", config_changes={"eagle3_ext": ext})
+    assert run("export", draft, "--for", engine, "--target", target, "--out", tmp_path / "out") == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert not {"sliding_window", "layer_types"} & set(config)
+    assert read_draft(tmp_path / "out").attention.sliding_window is None
 
 
 def killed(work: Callable[[], object]) -> bool:
