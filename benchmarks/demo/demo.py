@@ -126,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
     parser.add_argument("--questions", type=int, default=20, help="how many questions to ask (default 20)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often to ask each (default 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often to ask each (default 2)")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer (default 48)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each server (default 1)")
     return parser.parse_args()
