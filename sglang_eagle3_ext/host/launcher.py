@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from sglang_eagle3_ext import assembly
@@ -18,6 +19,34 @@ logger = logging.getLogger(__name__)
 _OTHER_ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE")
 
 
+def check_draft(server_args: Any) -> None:
+    """Check that the draft can be read and fits the algorithm (BEFORE ``handle_speculative_decoding``).
+
+    Stock would meet a missing folder, or an algorithm that the platform lacks, first, and say less about it.
+
+    Raises:
+        CheckpointError: the draft cannot be read, or not be served by this algorithm. On SGLang's own command
+            line the process ends with these lines and exit code 1.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    args = resolving_view(server_args)
+    algorithm, draft = (args.speculative_algorithm or "").upper(), args.speculative_draft_model_path
+    if draft is None or algorithm not in ("EAGLE3", *_OTHER_ALGORITHMS):
+        return
+    with _without_traceback():
+        override, revision = _override(args), args.speculative_draft_model_revision
+        if algorithm == "EAGLE3":
+            config.read_spec(draft, revision, override)
+        # A target's own MTP layers are served out of the target's checkpoint.
+        elif draft != args.model_path and _is_eagle3_draft(draft, revision, override):
+            raise CheckpointError(
+                f"--speculative-algorithm: got {algorithm} for {draft}, which is an EAGLE-3 draft; expected "
+                "EAGLE3, because every other algorithm feeds it one hidden state and skips its fc. "
+                "Serve it with --speculative-algorithm EAGLE3."
+            )
+
+
 def check_launch(_result: Any, server_args: Any) -> None:
     """Check draft, target and flags together (AFTER ``handle_speculative_decoding``).
 
@@ -25,48 +54,39 @@ def check_launch(_result: Any, server_args: Any) -> None:
         CheckpointError: the draft cannot be served like this; holds every problem. On SGLang's own command
             line the process ends with these lines and exit code 1.
     """
-    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
     args = resolving_view(server_args)
-    algorithm = (args.speculative_algorithm or "").upper()
-    if algorithm != "EAGLE3" and algorithm not in _OTHER_ALGORITHMS:
+    if (args.speculative_algorithm or "").upper() != "EAGLE3":
         return
+    with _without_traceback():
+        draft = args.speculative_draft_model_path
+        if draft is None:
+            raise CheckpointError(
+                "--speculative-draft-model-path: got none; expected the folder or Hub id of an EAGLE-3 draft. "
+                "Name the draft, or serve without --speculative-algorithm EAGLE3."
+            )
+        spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
+        if spec is None:
+            return
+        plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
+        findings = [*plan.findings, *flag_findings(args, server_args.speculative_num_draft_tokens, spec)]
+        if any(f.severity == "error" for f in findings):
+            raise CheckpointError.from_findings(findings)
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """End SGLang's own command line with the lines of a CheckpointError alone."""
     try:
-        _check(args, algorithm, server_args)
+        yield
     except CheckpointError:
         report_without_traceback()
         raise
 
 
-def _check(args: Any, algorithm: str, server_args: Any) -> None:
-    draft = args.speculative_draft_model_path
-    if draft is None:
-        if algorithm == "EAGLE3":
-            raise CheckpointError(
-                "--speculative-draft-model-path: got none; expected the folder or Hub id of an EAGLE-3 draft. "
-                "Name the draft, or serve without --speculative-algorithm EAGLE3."
-            )
-        return
-    override = config.ext_override(json.loads(args.json_model_override_args or "{}"))
-    revision = args.speculative_draft_model_revision
-    if algorithm != "EAGLE3":
-        # A target's own MTP layers are served out of the target's checkpoint.
-        if draft != args.model_path and _is_eagle3_draft(draft, revision, override):
-            raise CheckpointError(
-                f"--speculative-algorithm: got {algorithm} for {draft}, which is an EAGLE-3 draft; expected "
-                "EAGLE3, because every other algorithm feeds it one hidden state and skips its fc. "
-                "Serve it with --speculative-algorithm EAGLE3."
-            )
-        return
-    spec = config.read_spec(draft, revision, override)
-    if spec is None:
-        return
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-
-    plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
-    findings = [*plan.findings, *flag_findings(args, server_args.speculative_num_draft_tokens, spec)]
-    if any(f.severity == "error" for f in findings):
-        raise CheckpointError.from_findings(findings)
+def _override(args: Any) -> Mapping[str, Any] | None:
+    return config.ext_override(json.loads(args.json_model_override_args or "{}"))
 
 
 def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Iterator[Finding]:

@@ -67,6 +67,7 @@ def place_hooks() -> None:
 
     from sglang_eagle3_ext.host import capture, config, contract, launcher, startup
 
+    HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_draft, HookType.BEFORE)
     HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_launch, HookType.AFTER)
     HookRegistry.register(contract.CONFIG_PARSER_SEAM, config.parse_draft_config, HookType.AROUND)
     HookRegistry.register(contract.MISTRAL_PARSER_SEAM, config.parse_mistral_config, HookType.AROUND)

@@ -111,7 +111,7 @@ REFUSALS = {
     "fc of the wrong width": Refusal(("1727",), narrow_fc),
     "truncated file": Refusal(("model.safetensors",), truncated),
     "vocabulary of another target": Refusal(("t2d", "50000", "49152"), saying(vocab_size=50000), problems=2),
-    "width of another target": Refusal(("640",), saying(target_hidden_size=640)),
+    "width of another target": Refusal(("640", "576"), saying(target_hidden_size=640), problems=3),
     "missing folder": Refusal(("nowhere",), lambda draft, to: to.parent / "nowhere"),
     "EAGLE": Refusal(("got EAGLE ", EAGLE3), words=with_algorithm("EAGLE")),
     "NEXTN": Refusal((EAGLE3,), words=with_algorithm("NEXTN")),
