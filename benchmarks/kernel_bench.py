@@ -1,0 +1,159 @@
+"""What the benchmarks of the kernels share: the gate of correctness, the times of a call, the rows of a result.
+
+A benchmark of one kernel prepares, per named shape, the same computation by several providers, and hands it to
+``main``, which refuses to time what is wrong. ``--smoke`` runs a tiny shape in Triton's interpreter, without times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tqdm import tqdm
+
+from sglang_eagle3_ext import __version__
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = ("op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "gbps", "of_copy", "max_err", "budget")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One computation, ready to run.
+
+    Attributes:
+        providers: name -> a call that returns the result; ``torch`` is the plain one whose error sets the budget.
+        truth: the result in float64.
+        nbytes: what must move at least between memory and the device.
+    """
+
+    providers: Mapping[str, Callable[[], torch.Tensor]]
+    truth: torch.Tensor
+    nbytes: int
+
+
+Prepare = Callable[[Any, torch.device, torch.dtype], Prepared]
+
+
+def budget_of(prepared: Prepared) -> float:
+    """Return the largest error that a provider may have: twice that of plain PyTorch, plus one rounding."""
+    plain = prepared.providers["torch"]()
+    rounding = torch.finfo(plain.dtype).eps / 2 * float(prepared.truth.abs().max())
+    return 2 * float((plain.double() - prepared.truth).abs().max()) + rounding
+
+
+def times_us(call: Callable[[], object]) -> tuple[float, float, float]:
+    """Time a call in a CUDA graph with a cold second-level cache, in microseconds at percentiles 20, 50 and 80."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()  # compiles outside of the capture
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    p20, p50, p80 = (1000 * t for t in triton.testing.do_bench(graph.replay, quantiles=[0.2, 0.5, 0.8]))
+    return p20, p50, p80
+
+
+def copy_gbps(device: torch.device) -> float:
+    """Measure what copying a gibibyte moves per second, read and written, in GB/s."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / times_us(lambda: target.copy_(source))[1] / 1e3
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Describe where and with what the times were taken."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "cpu": platform.machine(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_gbps": round(copy_gbps(device), 1) if on_gpu else None,
+    }
+
+
+def measure(
+    op: str, name: str, prepared: Prepared, providers: Sequence[str], copy: float | None
+) -> list[dict[str, Any]]:
+    """Check every provider against the truth, then time it where there is a GPU.
+
+    Raises:
+        RuntimeError: a provider's error exceeds the budget.
+    """
+    budget, rows = budget_of(prepared), []
+    for provider in providers:
+        call = prepared.providers[provider]
+        y = call()
+        error = float((y.double() - prepared.truth).abs().max())
+        if not error <= budget:
+            raise RuntimeError(f"{op}, {name}, {provider}: got an error of {error:.3e}; expected at most {budget:.3e}.")
+        row = {"op": op, "shape": name, "dtype": str(y.dtype).removeprefix("torch."), "provider": provider}
+        row |= {"p20_us": None, "p50_us": None, "p80_us": None, "gbps": None, "of_copy": None}
+        if copy is not None:
+            p20, p50, p80 = times_us(call)
+            gbps = prepared.nbytes / p50 / 1e3
+            row |= {"p20_us": round(p20, 2), "p50_us": round(p50, 2), "p80_us": round(p80, 2)}
+            row |= {"gbps": round(gbps, 1), "of_copy": round(gbps / copy, 3)}
+        rows.append(row | {"max_err": error, "budget": budget})
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print one aligned line per row."""
+    cells = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) and abs(value) < 1 else str(value)
+
+
+def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepare: Prepare) -> None:
+    """Run the benchmark of one kernel from the command line.
+
+    Args:
+        op: name of the kernel.
+        description: shown by ``--help``.
+        shapes: name -> shape, in bf16, with the model it comes from in its name.
+        smoke: the tiny shape of ``--smoke``, in fp16 (Triton's own interpreter is wrong on bf16).
+        prepare: makes the computation of a shape on a device.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", nargs="*", choices=list(shapes), default=list(shapes), help="which shapes (all)")
+    parser.add_argument("--provider", nargs="*", help="which providers (all)")
+    parser.add_argument("--out", type=Path, help="where to leave the JSON")
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape in Triton's interpreter, without times")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        parser.exit(1, f"{op}: got no CUDA device; expected one to take times on. Pass --smoke to check the program.\n")
+    device = torch.device("cpu" if args.smoke else "cuda")
+    dtype = torch.float16 if args.smoke else torch.bfloat16
+    todo = {"smoke": smoke} if args.smoke else {name: shapes[name] for name in args.shape}
+    about, rows = machine(device), []
+    for name, shape in tqdm(todo.items(), desc=op, disable=args.smoke):
+        prepared = prepare(shape, device, dtype)
+        unknown = sorted(set(args.provider or ()) - set(prepared.providers))
+        if unknown:
+            parser.exit(1, f"--provider: got {', '.join(unknown)}; expected some of {', '.join(prepared.providers)}.\n")
+        rows += measure(op, name, prepared, args.provider or list(prepared.providers), about["copy_gbps"])
+    print_table(rows)
+    if args.out is not None:
+        sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        result = {"schema": 1, "git_sha": sha.stdout.strip() or None, "version": __version__}
+        result |= {"date": datetime.date.today().isoformat(), "machine": about, "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {args.out}")

@@ -1,0 +1,93 @@
+"""What ``make gpu`` does that needs no GPU: the order of its shapes, its rows, its file, what it makes of failures."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import interpret
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
+
+from benchmarks import bench_tree_verify_mla, gpu
+from benchmarks.kernel_bench import Prepared
+
+interpret(split_merge, tree_verify_mla)
+
+CPU = torch.device("cpu")
+WITHOUT_TIMES = {"copy_gbps": None, "matmul_tflops": None}
+
+
+def test_every_operator_has_its_turn_and_every_shape_one() -> None:
+    shapes = {op: list(bench.SHAPES) for op, bench in gpu.benchmarks_of(gpu.OPERATORS).items()}
+    order = list(gpu.in_turn(shapes))
+    assert {op for op, _ in order[: len(shapes)]} == set(gpu.OPERATORS)
+    assert sorted(order) == sorted((op, name) for op, names in shapes.items() for name in names)
+
+
+def test_an_early_end_leaves_shapes_from_the_whole_list() -> None:
+    assert [name for _, name in gpu.in_turn({"op": list("abcdefgh")})] == list("aecgbfdh")
+    assert sorted(name for _, name in gpu.in_turn({"op": list("abcde")})) == list("abcde")
+
+
+def test_an_earlier_result_stays(tmp_path: Path) -> None:
+    day = datetime.date(2026, 11, 30)
+    names = []
+    for _ in range(3):
+        path = gpu.destination(tmp_path, "NVIDIA H200", day)
+        path.write_text("{}")
+        names.append(path.name)
+    assert names == [f"gpu-nvidia-h200-2026-11-30{suffix}.json" for suffix in ("", "-2", "-3")]
+
+
+@pytest.mark.parametrize(("nbytes", "flops", "share"), [(4_000_000, 0, 0.1), (4_000_000, 4 * 10**9, 0.5), (0, 0, 0.0)])
+def test_the_roofline_is_the_higher_of_bytes_and_products(nbytes: int, flops: int, share: float) -> None:
+    # 4 MB at 4000 GB/s are 1 us, 4 GFLOP at 800 TFLOP/s are 5 us.
+    assert gpu.of_roofline({"p50_us": 10.0}, nbytes, flops, 4000.0, 800.0) == share
+
+
+def test_the_shape_of_the_smoke_test_is_computed_right_by_all() -> None:
+    prepared = bench_tree_verify_mla.prepare(bench_tree_verify_mla.SMOKE, CPU, torch.bfloat16)
+    rows, problems = gpu.run_shape("tree_verify_mla", "smoke", prepared, ("sglang_extend",), 0, WITHOUT_TIMES)
+    assert not problems
+    assert [row["provider"] for row in rows] == ["torch", "ours", "ours, plan and mask included", "sglang_extend"]
+    assert all(row["max_err"] <= row["budget"] for row in rows[:3])
+    assert "skipped" in rows[3]
+
+
+def test_the_benchmark_runs_as_a_program(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.bench_tree_verify_mla", "--smoke", "--out", str(out)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["provider"] for row in rows] == ["torch", "ours", "ours, plan and mask included"]
+    assert all(row["max_err"] <= row["budget"] and row["p50_us"] is None for row in rows)
+
+
+def test_a_wrong_or_broken_provider_costs_its_own_row_and_no_other() -> None:
+    truth = torch.ones(3, dtype=torch.float64)
+
+    def broken() -> torch.Tensor:
+        raise ImportError("no such peer")
+
+    providers: dict[str, Callable[[], torch.Tensor]] = {
+        "torch": lambda: torch.ones(3),
+        "wrong": lambda: torch.full((3,), 1.1),
+        "broken": broken,
+        "ours": lambda: torch.ones(3),
+    }
+    rows, problems = gpu.run_shape("op", "shape", Prepared(providers, truth, 1), (), 0, WITHOUT_TIMES)
+    assert [row.get("skipped") for row in rows] == [None, "RuntimeError", "ImportError", None]
+    assert len(problems) == 2
+    assert "wrong" in problems[0]
+    assert "no such peer" in problems[1]
+
+
+def test_repetitions_that_differ_are_counted() -> None:
+    results = iter([torch.zeros(4), torch.zeros(4), torch.tensor([0.0, 1, 0, 1]), torch.zeros(4)])
+    assert gpu.differences_in_repetitions(lambda: next(results), 3) == 2

@@ -1,0 +1,196 @@
+"""Bytes that ``tree_verify_gqa`` moves, counted in the interpreter, against what has to be moved and what SGLang moves.
+
+One kv head of Llama-3.1-8B with its four query heads stands for all eight: kv heads share nothing, so bytes and busy
+programs grow with their number exactly. The number of chunks is the one that eight of them get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draft_trees import Batch, Case, make_batch
+from interpreter import interpret, skip_products
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
+from sglang_eagle3_ext.kernels.arch import H200, chunk_target, tree_verify_gqa_launch
+from traffic import Launch, Traffic
+
+interpret(split_merge, tree_verify_gqa)
+
+KERNEL = "_tree_verify_gqa_kernel"
+KV = {"K_POOL", "V_POOL"}
+KV_HEADS = 8
+
+
+def llama(lengths: tuple[int, ...], num_draft: int) -> Batch:
+    """Make a batch of one kv head of Llama-3.1-8B."""
+    return make_batch(Case(lengths, num_draft, width=128))
+
+
+def row_tiles(batch: Batch) -> int:
+    """Count the tiles of rows of one kv head."""
+    case = batch.case
+    rows = case.num_draft * case.heads // case.kv_heads
+    return -(-rows // tree_verify_gqa_launch(rows, case.width, arch=H200).block_m)
+
+
+def measure(batch: Batch, *, distinct: bool = False, long_steps: bool = False) -> Traffic:
+    """Count what one layer moves; plan and bits belong to the step.
+
+    ``long_steps`` walks whole tiles of keys at a time, whatever the device would do: the same bytes in half the time.
+    """
+    case, rows = batch.case, batch.case.num_draft * batch.case.heads // batch.case.kv_heads
+    tile = tree_verify_gqa_launch(rows, case.width, arch=H200)
+    if long_steps:
+        tile = replace(tile, block_s=split_merge.TILE)
+    plan = split_merge.plan_splits(batch.kv_indptr, target=chunk_target(KV_HEADS * row_tiles(batch), arch=H200))
+    bits = split_merge.pack_mask(batch.mask, batch.kv_indptr, case.num_draft)
+    with Traffic(distinct=distinct) as traffic, skip_products():
+        batch.call(tree_verify_gqa.tree_verify_gqa, plan, bits, launch=tile)
+    return traffic
+
+
+def kv_bytes(batch: Batch) -> int:
+    """Count the bytes of the committed KV of a batch."""
+    case = batch.case
+    itemsize = (case.kv_dtype or case.dtype).itemsize
+    return sum(case.lengths) * case.kv_heads * (case.width + (case.value_width or case.width)) * itemsize
+
+
+def lower_bound(batch: Batch) -> int:
+    """Count what no kernel can do without: committed and draft KV, queries and result, once each."""
+    draft = (batch.q.numel() * 2 + batch.k_draft.numel() + batch.v_draft.numel()) * 2
+    return kv_bytes(batch) + draft
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((300, 0, 65), 7, heads=8, kv_heads=2),
+        Case((200,), 64, width=128),  # 256 rows: two tiles
+        Case((200,), 13, heads=10, kv_heads=2, page_size=16),
+        Case((129, 1), 8, width=96, value_width=64, page_size=64),
+        Case((300,), 8, kv_dtype=torch.float8_e4m3fn),
+    ],
+    ids=["ragged", "two-tiles-of-rows", "group-5-page-16", "padded-widths-page-64", "fp8"],
+)
+def test_every_byte_of_kv_once_per_tile_of_rows(case: Case) -> None:
+    batch = make_batch(case)
+    traffic = measure(batch, distinct=True)
+    assert traffic.bytes(kernel=KERNEL, arguments=KV) == row_tiles(batch) * kv_bytes(batch)
+    assert traffic.distinct(KERNEL, KV) == kv_bytes(batch)
+
+
+def test_the_length_of_a_step_moves_no_byte() -> None:
+    batch = llama((700,), 16)
+    assert measure(batch, long_steps=True).pulled == measure(batch).pulled
+
+
+@pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
+def test_all_bytes_against_the_lower_bound(lengths: tuple[int, ...]) -> None:
+    num_draft = 16  # 64 rows, the most that the bar is meant for: fewer rows have fewer partial results
+    batch = llama(lengths, num_draft)
+    traffic = measure(batch, long_steps=True)
+    assert traffic.bytes(kernel=KERNEL, arguments=KV) == kv_bytes(batch)
+    assert traffic.bytes() <= 1.10 * lower_bound(batch)
+    # of masks: the bits of the tree, once per request
+    assert traffic.bytes(arguments={"ANCESTORS"}) == 8 * num_draft * len(lengths)
+    assert [launch.kernel for launch in traffic.launches] == [KERNEL, "_merge_kernel"]
+    if len(lengths) == 1:
+        assert KV_HEADS * traffic.busy[KERNEL] >= 120
+
+
+def test_of_a_full_mask_only_the_corner_is_read() -> None:
+    batch = llama((300, 0, 65), 7)
+    cells = torch.ones(7 * (365 + 3 * 7), dtype=torch.bool)
+    with Traffic() as traffic:
+        split_merge.pack_mask(cells, batch.kv_indptr, 7, layout="full")
+    assert traffic.bytes(arguments={"MASK"}) == 3 * 7 * 7
+    assert traffic.launches == [Launch("_pack_mask_kernel", (3, 1))]
+
+
+def test_the_meter_counts_a_tile_once_and_every_program_again() -> None:
+    """On a kernel whose bytes are counted by hand: the merge of two chunks of one request."""
+    plan = split_merge.plan_splits_torch(torch.tensor([0, 128], dtype=torch.int32), target=2, min_chunk=64)
+    partial_out, partial_lse = torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4)
+    with Traffic(distinct=True) as traffic:
+        split_merge.merge(partial_out, partial_lse, plan, torch.empty(2, 4, 16, dtype=torch.bfloat16))
+    assert traffic.launches == [Launch("_merge_kernel", (2, 1))]
+    assert traffic.busy == {"_merge_kernel": 2}
+    assert traffic.bytes(arguments={"PARTIAL_OUT"}, kind="load") == 2 * 2 * 4 * 16 * 4
+    assert traffic.bytes(arguments={"PARTIAL_LSE"}) == 2 * 2 * 4 * 4
+    assert traffic.bytes(arguments={"OUT"}, kind="store") == 2 * 4 * 16 * 2
+    assert traffic.bytes(arguments={"NUM_CHUNKS"}) == 2 * 4  # both programs read the one number
+    assert traffic.distinct("_merge_kernel", {"NUM_CHUNKS"}) == 4
+
+
+def extend(batch: Batch) -> torch.Tensor:
+    """Verify the trees as SGLang does on Hopper, with a FULL_MASK."""
+    from sglang.kernels.ops.attention import extend_attention
+
+    case, n = batch.case, batch.case.num_draft
+    interpret(extend_attention)
+    sees = batch.mask.view(-1, n, n)
+    mask = torch.cat(
+        [
+            torch.cat([torch.ones(n, s, dtype=torch.bool), t], 1).flatten()
+            for s, t in zip(case.lengths, sees, strict=True)
+        ]
+    )
+    out = torch.empty_like(batch.q)
+    extend_attention.extend_attention_fwd(
+        batch.q,
+        batch.k_draft,
+        batch.v_draft,
+        out,
+        batch.k_pool,
+        batch.v_pool,
+        torch.arange(len(sees) + 1, dtype=torch.int32) * n,
+        batch.kv_indptr,
+        batch.kv_slots,
+        mask,
+        True,
+        torch.tensor([0, *(n * (s + n) for s in case.lengths)]).cumsum(0),
+        n,
+        1.0,
+        1.0,
+        case.width**-0.5,
+    )
+    return out
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang choose the tiles that it has for a Hopper GPU."""
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    from sglang.kernels.ops.attention import extend_attention
+
+    monkeypatch.setattr(extend_attention, "_is_cuda", True)
+    monkeypatch.setattr(extend_attention, "CUDA_CAPABILITY", (9, 0), raising=False)
+
+
+@pytest.mark.host
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("length", "num_draft"), [(8192, 8), (16384, 16)])
+def test_a_third_of_what_sglang_moves(length: int, num_draft: int) -> None:
+    batch = llama((length,), num_draft)
+    with Traffic() as stock, skip_products():
+        extend(batch)
+    ours = measure(batch, long_steps=True)
+    assert stock.bytes(arguments={"K_Buffer", "V_Buffer"}) == 4 * kv_bytes(batch), "each query head reads it again"
+    assert ours.bytes() <= 0.31 * stock.bytes()
+
+
+@pytest.mark.host
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "case", [Case((130, 0, 17), 13, heads=8, kv_heads=2, width=128), Case((300,), 7, min_chunk=64)]
+)
+def test_agrees_with_sglang_to_one_step_of_bf16(case: Case) -> None:
+    batch = make_batch(case)
+    plan = split_merge.plan_splits(batch.kv_indptr, target=16, min_chunk=64)
+    bits = split_merge.pack_mask(batch.mask, batch.kv_indptr, case.num_draft)
+    ours, theirs = batch.call(tree_verify_gqa.tree_verify_gqa, plan, bits).float(), extend(batch).float()
+    step = torch.finfo(torch.bfloat16).eps * theirs.abs().amax(-1, keepdim=True)
+    assert ((ours - theirs).abs() <= step).all()

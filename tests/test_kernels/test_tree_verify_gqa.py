@@ -1,0 +1,292 @@
+"""``tree_verify_gqa`` in the corrected interpreter, and its PyTorch twin, against a float64 walk over the tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draft_trees import Batch, Case, excess, make_batch, offsets, oracle
+from interpreter import interpret
+from oracles import as_float64, assert_within_budget
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
+from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
+from sglang_eagle3_ext.kernels.split_merge import chain_bits, pack_mask, plan_splits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+interpret(split_merge, tree_verify_gqa)
+
+VERIFY, TWIN = tree_verify_gqa.tree_verify_gqa, tree_verify_gqa.tree_verify_gqa_torch
+E4M3, E5M2, F16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32
+
+CASES = {
+    "nothing-committed": Case((0, 0), 7, heads=8, kv_heads=2),
+    "ragged-7": Case((300, 0, 65), 7, heads=8, kv_heads=2, width=128),
+    "one-token": Case((64, 0, 1, 63, 65), 1, heads=8, kv_heads=2),
+    "group-5-13-tokens": Case((100, 40), 13, heads=10, kv_heads=2),
+    "64-tokens": Case((131,), 64),
+    "65-tokens-two-words": Case((70, 0), 65, heads=2),
+    "128-tokens-chain": Case((130,), 128, heads=2, kv_heads=2, chain=True),
+    "one-head-each": Case((90, 5), 5, heads=3, kv_heads=3, width=96),
+    "group-16": Case((70,), 3, heads=16),
+    "page-16": Case((133, 77), 13, heads=8, kv_heads=2, page_size=16),
+    "page-64-one-token-on-a-page": Case((129, 1, 0), 8, heads=8, kv_heads=1, page_size=64),
+    "wide-keys": Case((100, 30), 3, width=192, value_width=128),
+    "head-256": Case((100, 30), 3, width=256),
+    "large-logits": Case((200, 40), 8, size=6.0),
+    "chunks-of-one-tile": Case((600,), 4, target=100),
+    "each-request-cut-alone": Case((600, 70), 4, batch_invariant=True, target=3),
+    "float16": Case((100, 40), 6, heads=8, kv_heads=2, dtype=F16),
+    "float32": Case((130, 40), 6, heads=8, kv_heads=2, dtype=F32),
+    "fp8": Case((130, 40), 8, heads=8, kv_heads=2, kv_dtype=E4M3, k_scale=0.37, v_scale=1.9),
+    "fp8-e5m2-float16": Case((130, 40), 8, kv_dtype=E5M2, dtype=F16, k_scale=0.37, v_scale=1.9),
+    "window": Case((300, 40, 0), 8, window=70),
+    "window-two-words": Case((300,), 70, heads=2, window=90),
+    "logit-cap": Case((130, 40), 8, logit_cap=5.0, size=2.0),
+    "sinks": Case((130, 0, 7), 8, heads=8, kv_heads=2, sinks=True),
+    "everything": Case(
+        (200, 0, 7), 7, page_size=16, kv_dtype=E4M3, k_scale=0.5, v_scale=2.0, window=20, logit_cap=3.0, sinks=True
+    ),
+    "llama-3.1-8b": Case((200,), 8, heads=32, kv_heads=8, width=128),
+}
+
+
+def verify(
+    batch: Batch, operator: Callable[..., torch.Tensor] = VERIFY, *, bits: torch.Tensor | None = None, **changes: Any
+) -> torch.Tensor:
+    """Plan, pack and attend, all with our kernels."""
+    case = batch.case
+    plan = plan_splits(
+        batch.kv_indptr, target=case.target, min_chunk=case.min_chunk, batch_invariant=case.batch_invariant
+    )
+    bits = pack_mask(batch.mask, batch.kv_indptr, case.num_draft) if bits is None else bits
+    return batch.call(operator, plan, bits, **changes)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_matches_oracle(case: Case) -> None:
+    batch = make_batch(case)
+    expected, twin, actual = oracle(batch), verify(batch, TWIN), verify(batch)
+    assert actual.dtype == case.dtype
+    if case.dtype == F32:  # the rounding of a float32 output is less than that of any sum behind it
+        keys = max(case.lengths) + case.num_draft
+        assert_within_budget(actual, twin, as_float64(expected), reductions=(keys, case.width))
+        assert_within_budget(twin, twin, as_float64(expected), reductions=(keys, case.width))
+        return
+    assert excess(twin, expected) <= 1.05
+    assert excess(actual, expected) <= (1.5 if case.kv_dtype is None else 2.0)
+
+
+def test_a_chain_is_a_tree_without_branches() -> None:
+    batch = make_batch(CASES["128-tokens-chain"])
+    assert torch.equal(chain_bits(1, 128, torch.device("cpu")), pack_mask(batch.mask, batch.kv_indptr, 128))
+
+
+@pytest.mark.parametrize("tile", [TreeVerifyLaunch(16, 64, 4, 3), TreeVerifyLaunch(128, 16, 8, 3)])
+def test_any_tile_serves(tile: TreeVerifyLaunch) -> None:
+    batch = make_batch(Case((70,), 13, heads=10, kv_heads=2))
+    assert excess(verify(batch, launch=tile), oracle(batch)) <= 1.5
+
+
+@pytest.mark.parametrize("target", [1, 5])
+def test_a_request_has_the_same_bits_in_every_batch(target: int) -> None:
+    batch = make_batch(Case((300, 0, 133), 6, heads=8, kv_heads=2, batch_invariant=True, target=target))
+    together = verify(batch)
+    alone = torch.cat([verify(batch.alone(b)) for b in range(3)])
+    assert torch.equal(together, alone)
+    assert excess(together, oracle(batch)) <= 1.5
+
+
+def test_writes_the_whole_of_a_strided_buffer_and_nothing_beside_it() -> None:
+    batch = make_batch(CASES["ragged-7"])
+    wide = torch.full((21, 8, 200), float("nan"), dtype=torch.bfloat16)
+    result = verify(batch, out=wide[..., :128])
+    assert result.data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[..., :128], verify(batch))
+    assert wide[..., 128:].isnan().all()
+
+
+def test_takes_rows_and_pools_of_any_stride() -> None:
+    batch = make_batch(CASES["ragged-7"])
+    qkv = torch.cat([batch.q, batch.k_draft, batch.v_draft], dim=1)  # as a fused projection leaves them
+    heads_first = [pool.transpose(0, 1).contiguous().transpose(0, 1) for pool in (batch.k_pool, batch.v_pool)]
+    strided = dataclasses.replace(
+        batch,
+        q=qkv[:, :8],
+        k_draft=qkv[:, 8:10],
+        v_draft=qkv[:, 10:],
+        k_pool=heads_first[0],
+        v_pool=heads_first[1],
+        kv_slots=batch.kv_slots.int(),
+    )
+    assert torch.equal(verify(strided), verify(batch))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_reaches_slots_past_the_range_of_32_bits(index: torch.dtype) -> None:
+    """Three million slots of eight heads: 6 GB of addresses each, of which the operating system backs a few pages."""
+    batch = make_batch(Case((90, 33), 6, heads=8, kv_heads=8, width=128))
+    used = torch.cat(batch.token_slots)
+    far = 2_999_999 - 7 * torch.arange(len(used))
+    pools = []
+    for pool in (batch.k_pool, batch.v_pool):
+        large = torch.zeros(1, dtype=pool.dtype).new_empty(3_000_000, 8, 128)
+        large[far] = pool[used]
+        pools.append(large)
+    moved = dataclasses.replace(batch, k_pool=pools[0], v_pool=pools[1], kv_slots=far.to(index))
+    assert torch.equal(verify(moved), verify(batch))
+
+
+# ---- a single wrong bit, page, length or factor is seen -----------------------------------------------------
+
+
+def wrong_page(batch: Batch) -> Batch:
+    """Exchange one page of the first request for one that belongs to nobody but holds plausible numbers."""
+    slots = batch.kv_slots.clone()
+    first, size = int(slots[0]), batch.case.page_size
+    stranger = int(slots[-1])
+    pools = [pool.clone() for pool in (batch.k_pool, batch.v_pool)]
+    for pool in pools:
+        pool[stranger * size : (stranger + 1) * size] = pool[first * size : (first + 1) * size].flip(-1)
+    slots[0] = stranger
+    return dataclasses.replace(batch, kv_slots=slots, k_pool=pools[0], v_pool=pools[1])
+
+
+def shorter(batch: Batch) -> Batch:
+    """Forget the newest committed token of the only request."""
+    return dataclasses.replace(batch, kv_indptr=offsets([batch.case.lengths[0] - 1]))
+
+
+MUTATIONS: dict[str, tuple[Case, Callable[[Batch], torch.Tensor]]] = {
+    f"{name}-prefix-{prefix}": (case._replace(lengths=(prefix,)), mutated)
+    for prefix in (1, 17, 64)
+    for name, case, mutated in [
+        ("page", Case((), 5), lambda batch: verify(wrong_page(batch))),
+        ("page-of-16", Case((), 5, page_size=16), lambda batch: verify(wrong_page(batch))),
+        ("length", Case((), 5), lambda batch: verify(shorter(batch))),
+        ("k-scale", Case((), 5, kv_dtype=E4M3, k_scale=0.7), lambda batch: verify(batch, k_scale=0.77)),
+        ("v-scale", Case((), 5, kv_dtype=E4M3, v_scale=0.7), lambda batch: verify(batch, v_scale=0.77)),
+        ("scale", Case((), 5), lambda batch: verify(batch, scale=0.15)),
+        ("cap", Case((), 5, logit_cap=2.0), lambda batch: verify(batch, logit_cap=2.4)),
+        ("sink", Case((), 5, sinks=True), lambda batch: verify(batch, sinks=batch.sinks + 1.5)),
+    ]
+} | {
+    f"window-prefix-{prefix}": (
+        Case((prefix,), 5, window=prefix // 2 + 4),
+        lambda batch: verify(batch, window=batch.case.window - 1),
+    )
+    for prefix in (17, 64)
+}
+
+
+@pytest.mark.parametrize(("case", "mutated"), MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_one_wrong_argument_breaks_the_bar(case: Case, mutated: Callable[[Batch], torch.Tensor]) -> None:
+    batch = make_batch(case)
+    expected = oracle(batch)
+    assert excess(verify(batch), expected) <= 2.0
+    assert excess(mutated(batch), expected) > 2.0
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 17, 64])
+@pytest.mark.parametrize(("row", "bit"), [(0, 1), (3, 3), (5, 0), (4, 5), (6, 2), (1, 6)])
+def test_one_flipped_bit_breaks_the_bar(prefix: int, row: int, bit: int) -> None:
+    batch = make_batch(Case((prefix,), 7), seed=3)
+    expected, bits = oracle(batch), pack_mask(batch.mask, batch.kv_indptr, 7)
+    assert excess(verify(batch, bits=bits), expected) <= 1.5
+    bits[row] ^= 1 << bit
+    assert excess(verify(batch, bits=bits), expected) > 1.5
+
+
+def test_the_second_word_is_read() -> None:
+    batch = make_batch(Case((3,), 66, heads=1), seed=3)
+    bits = pack_mask(batch.mask, batch.kv_indptr, 66)
+    bits[65, 1] ^= 1 << 1  # token 65 no longer sees itself
+    assert excess(verify(batch, bits=bits), oracle(batch)) > 1.5
+
+
+# ---- what the host relies on ----------------------------------------------------------------------------------
+
+
+def test_grid_follows_from_shapes_and_no_value_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whoever asked for one, as a host that waits for the device does, would raise."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    for module, kernel in (
+        (tree_verify_gqa, "_tree_verify_gqa_kernel"),
+        (split_merge, "_merge_kernel"),
+        (split_merge, "_plan_kernel"),
+        (split_merge, "_pack_mask_kernel"),
+    ):
+        monkeypatch.setattr(module, kernel, Recorder())
+    batch = make_batch(Case((50, 0), 40, heads=8, kv_heads=2, width=64, sinks=True, page_size=16))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {
+            field.name: mode.from_tensor(value)
+            for field in dataclasses.fields(Batch)
+            if isinstance(value := getattr(batch, field.name), torch.Tensor)
+        }
+        faked = dataclasses.replace(batch, **fake)
+        bits = pack_mask(mode.from_tensor(batch.mask), faked.kv_indptr, 40)
+        verify(faked, bits=bits)
+    # plan: a program per request and one more; 160 rows are two tiles; 16 chunks and one more per request
+    assert grids == [(2, 1), (3,), (2, 2, 18), (80, 2)]
+
+
+Q, KV = torch.zeros(4, 8, 16), torch.zeros(4, 2, 16)
+INDPTR = offsets([3, 5])
+GOOD = {
+    "q": Q,
+    "k_draft": KV,
+    "v_draft": KV,
+    "k_pool": torch.zeros(9, 2, 16),
+    "v_pool": torch.zeros(9, 2, 16),
+    "kv_indptr": INDPTR,
+    "kv_slots": torch.arange(8),
+    "ancestors": chain_bits(2, 2, torch.device("cpu")),
+    "plan": split_merge.allocate_plan(2, target=1, batch_invariant=False, device=torch.device("cpu")),
+    "scale": 1.0,
+}
+REFUSALS = {
+    "q-dtype": ({"q": Q.double()}, r"q: got \[4, 8, 16\] float64 .*float16, bfloat16 or float32"),
+    "indptr-dtype": ({"kv_indptr": INDPTR.long()}, r"kv_indptr: got \[3\] int64"),
+    "rows": ({"q": Q[:3], "k_draft": KV[:3], "v_draft": KV[:3]}, "q: got 3 rows for 2 requests"),
+    "heads": ({"k_draft": torch.zeros(4, 3, 16)}, "k_draft: got .*HKV a divisor of 8"),
+    "value-rows": ({"v_draft": KV[:3]}, "v_draft: got"),
+    "draft-dtype": ({"v_draft": KV.half()}, "v_draft: got .*float16.* expected torch.float32"),
+    "pool-heads": ({"k_pool": torch.zeros(9, 1, 16)}, r"k_pool: got .*\[slots, 2, 16\]"),
+    "pool-dtype": ({"v_pool": torch.zeros(9, 2, 16).half()}, "v_pool: got .*in float32 or fp8"),
+    "last-axis": ({"q": torch.zeros(4, 8, 32)[..., ::2]}, "q: got a last axis of stride 2"),
+    "slots-dtype": ({"kv_slots": torch.zeros(8)}, "kv_slots: got"),
+    "bits": ({"ancestors": torch.zeros(4, 2, dtype=torch.int64)}, r"ancestors: got .*\[4, 1\] int64"),
+    "plan": (
+        {"plan": split_merge.allocate_plan(3, target=1, batch_invariant=False, device=torch.device("cpu"))},
+        "plan: got one for 3 requests",
+    ),
+    "page-size": ({"page_size": 12, "page_indptr": INDPTR}, "page_size: got 12; expected a power of two"),
+    "page-indptr": ({"page_size": 16}, "page_indptr: got nothing"),
+    "page-indptr-shape": ({"page_size": 16, "page_indptr": INDPTR[:2]}, r"page_indptr: got \[2\]"),
+    "window": ({"window": 0}, "window: got 0 for 2 draft tokens; expected at least 1"),
+    "cap": ({"logit_cap": -1.0}, "logit_cap: got -1.0"),
+    "sinks": ({"sinks": torch.zeros(2)}, r"sinks: got \[2\] .*\[8\]"),
+    "out": ({"out": torch.zeros(4, 8, 8)}, r"out: got \[4, 8, 8\] .*\[4, 8, 16\]"),
+    "device": ({"kv_slots": torch.zeros(8, dtype=torch.int64, device="meta")}, "kv_slots: got a tensor on meta"),
+}
+
+
+@pytest.mark.parametrize("operator", [VERIFY, TWIN], ids=["kernel", "twin"])
+@pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_rejects(change: dict[str, Any], message: str, operator: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=message):
+        operator(**(GOOD | change))
+
+
+def test_names_all_problems_at_once() -> None:
+    with pytest.raises(ValueError, match="(?s)k_draft: .*kv_slots: .*page_size: .*window: "):
+        VERIFY(**(GOOD | {"k_draft": KV[:1], "kv_slots": Q, "page_size": 3, "window": 0}))

@@ -1,0 +1,228 @@
+"""``tree_verify_mla`` in the corrected interpreter and its PyTorch twin, against the float64 oracle of draft trees."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draft_trees import Batch, Case, excess, make_batch, oracle
+from interpreter import interpret
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
+from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
+from sglang_eagle3_ext.kernels.split_merge import SplitPlan, chain_bits, pack_mask, plan_splits
+
+interpret(tree_verify_mla, split_merge)
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+SMALL = {"width": 80, "value_width": 64}
+KIMI = {"width": 576, "value_width": 512}
+BUDGET = 1.5
+"""Largest error, in units of what rounding the truth to the output's dtype costs."""
+
+CASES = {
+    "prefix 0, one token": Case((0,), 1, 1, **SMALL),
+    "prefix 0, 3 requests": Case((0, 0, 0), 7, 3, **SMALL),
+    "ragged": Case((1, 0, 63, 65, 300), 7, 5, **SMALL),
+    "13 tokens, fp16": Case((130, 17), 13, 5, dtype=FP16, **SMALL),
+    "fp32": Case((66, 17), 5, 2, dtype=FP32, **SMALL),
+    "64 tokens": Case((70,), 64, 2, **SMALL),
+    "70 tokens: two words of bits": Case((3,), 70, 1, **SMALL),
+    "chain": Case((90, 5), 6, 3, chain=True, **SMALL),
+    "pages of 16": Case((133, 77), 7, 3, page_size=16, **SMALL),
+    "pages of 64": Case((130, 1), 7, 3, page_size=64, **SMALL),
+    "fp8 with a scale": Case((140, 9), 5, 3, kv_dtype=FP8, k_scale=0.37, **SMALL),
+    "large scores": Case((150, 40), 5, 3, size=5.0, **SMALL),
+    "128 heads": Case((70,), 2, 128, **SMALL),
+    "many chunks in float16": Case((700,), 8, 8, target=32, **SMALL),
+    "kimi-k2.5 tp8": Case((150, 0), 8, 8, **KIMI),
+    "kimi-k2.5 tp8, fp8, pages": Case((140,), 4, 8, kv_dtype=FP8, k_scale=0.5, page_size=64, **KIMI),
+}
+
+
+def latents(case: Case, seed: int = 0) -> Batch:
+    """Draw a batch whose one kv head has the front of its keys for values."""
+    batch = make_batch(case._replace(v_scale=case.k_scale), seed)
+    width = batch.v_draft.shape[2]
+    return replace(batch, v_draft=batch.k_draft[..., :width], v_pool=batch.k_pool[..., :width])
+
+
+def plan_of(batch: Batch) -> SplitPlan:
+    case = batch.case
+    return plan_splits(
+        batch.kv_indptr, target=case.target, min_chunk=case.min_chunk, batch_invariant=case.batch_invariant
+    )
+
+
+def bits_of(batch: Batch) -> torch.Tensor:
+    return pack_mask(batch.mask, batch.kv_indptr, batch.case.num_draft)
+
+
+def call(
+    batch: Batch,
+    operator: Callable[..., torch.Tensor] = tree_verify_mla.tree_verify_mla,
+    plan: SplitPlan | None = None,
+    bits: torch.Tensor | None = None,
+    **changes: Any,
+) -> torch.Tensor:
+    """Call the operator with the tensors of a batch, or with some of them changed."""
+    tensors = {
+        "q": batch.q,
+        "latent_draft": batch.k_draft[:, 0],
+        "latent_pool": batch.k_pool[:, 0],
+        "kv_indptr": batch.kv_indptr,
+        "kv_slots": batch.kv_slots,
+        "ancestors": bits_of(batch) if bits is None else bits,
+        "plan": plan_of(batch) if plan is None else plan,
+        "latent_width": batch.v_draft.shape[2],
+        "scale": 1 / math.sqrt(batch.case.width),
+        "kv_scale": batch.case.k_scale,
+        "page_size": batch.case.page_size,
+        "page_indptr": batch.page_indptr,
+    }
+    return operator(**(tensors | changes))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_oracle(case: Case) -> None:
+    batch = latents(case)
+    actual, truth = call(batch), oracle(batch)
+    assert actual.dtype == case.dtype
+    if sum(case.lengths) == 0 and case.num_draft == 1:  # one key: its latent, to the bit
+        assert torch.equal(actual.double(), truth)
+    elif case.dtype == FP32:
+        # Sums in float32 over hundreds of keys: the rounding of one float32 is no measure for them.
+        torch.testing.assert_close(actual.double(), truth, rtol=1e-5, atol=2e-6)
+    else:
+        assert excess(actual, truth) <= (2.0 if case.kv_dtype == FP8 else BUDGET)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_twin_matches_oracle(case: Case) -> None:
+    batch = latents(case)
+    actual, truth = call(batch, tree_verify_mla.tree_verify_mla_torch), oracle(batch)
+    assert actual.dtype == case.dtype
+    # Float32 and one rounding at the end.
+    half_step = torch.finfo(case.dtype).eps / 2 * truth.abs().max()
+    assert (actual.double() - truth).abs().max() <= 1.01 * half_step + 2e-6
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        TreeVerifyLaunch(16, 16, 4, 2),
+        TreeVerifyLaunch(64, 32, 8, 2),
+        TreeVerifyLaunch(32, 64, 8, 3),
+    ],
+    ids=["small", "tall", "wide"],
+)
+def test_every_tile_gives_the_result(launch: TreeVerifyLaunch) -> None:
+    batch = latents(Case((200, 3), 13, 4, **SMALL))
+    assert excess(call(batch, launch=launch), oracle(batch)) <= BUDGET
+
+
+def test_writes_into_the_given_buffer_and_reads_strided_rows() -> None:
+    batch = latents(Case((70, 9), 7, 3, **SMALL))
+    out = torch.full((14, 3, 64), float("nan"), dtype=BF16)
+    wide = torch.full((*batch.q.shape[:2], 100), float("nan"), dtype=BF16)
+    wide[..., :80] = batch.q
+    assert call(batch, q=wide[..., :80], out=out) is out
+    assert torch.equal(out, call(batch))
+
+
+@pytest.mark.parametrize("length", [0, 64])
+def test_every_mask_bit_counts(length: int) -> None:
+    # One request for each bit, all of them with the same tensors but for that bit.
+    n = 5
+    flips = [(i, j) for i in range(n) for j in range(n)]
+    batch = latents(Case((length,), n, 2, **SMALL))
+    many = len(flips)
+    bits = bits_of(batch).repeat(many, 1).view(many, n)
+    for request, (i, j) in enumerate(flips):
+        bits[request, i] ^= 1 << j
+    changed = call(
+        batch,
+        q=batch.q.repeat(many, 1, 1),
+        latent_draft=batch.k_draft[:, 0].repeat(many, 1),
+        kv_indptr=(length * torch.arange(many + 1)).int(),
+        kv_slots=batch.token_slots[0].repeat(many + 1),
+        bits=bits.view(-1, 1),
+        plan=plan_splits((length * torch.arange(many + 1)).int(), target=1),
+    ).view(many, n, 2, 64)
+    truth = oracle(batch)
+    unseen = [flip for flip, got in zip(flips, changed, strict=True) if excess(got, truth) <= 2 * BUDGET]
+    assert not unseen
+
+
+MUTATIONS: dict[str, Callable[[Batch], dict[str, Any]]] = {
+    "one token less": lambda b: {"kv_indptr": b.kv_indptr - torch.tensor([0, 1], dtype=torch.int32)},
+    "one token more": lambda b: {"kv_indptr": b.kv_indptr + torch.tensor([0, 1], dtype=torch.int32)},
+    "first page replaced": lambda b: {"kv_slots": torch.cat([b.kv_slots[1:2], b.kv_slots[1:]])},
+    "scale": lambda b: {"scale": 1.1 / math.sqrt(b.case.width)},
+    "kv_scale": lambda b: {"kv_scale": 1.1 * b.case.k_scale},
+    "a draft latent": lambda b: {"latent_draft": b.k_draft[:, 0].roll(1, 0)},
+    "rotary query": lambda b: {"q": torch.cat([b.q[..., :64], b.q[..., 64:].roll(1, 2)], 2)},
+}
+
+
+@pytest.mark.parametrize("change", MUTATIONS.values(), ids=MUTATIONS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_argument_counts(change: Callable[[Batch], dict[str, Any]], page_size: int) -> None:
+    batch = latents(Case((35,), 7, 2, page_size=page_size, kv_dtype=FP8, k_scale=0.5, **SMALL))
+    truth = oracle(batch)
+    assert excess(call(batch), truth) <= BUDGET
+    changed = call(batch, **change(batch))
+    assert not excess(changed, truth) <= 2 * BUDGET  # NaN counts as different
+
+
+def test_a_request_has_the_same_bits_in_every_batch() -> None:
+    case = Case((300, 0, 133), 7, 4, batch_invariant=True, target=4, **SMALL)
+    batch = latents(case)
+    together = call(batch)
+    for b in range(3):
+        assert torch.equal(together[b * 7 : (b + 1) * 7], call(batch.alone(b)))
+
+
+def test_a_pool_of_three_million_slots() -> None:
+    # 3.4 billion elements: past what 32 bits address. Pages that are not touched cost no memory.
+    batch = latents(Case((90, 33), 5, 3, **SMALL))
+    pool = torch.empty(3_000_000, 1152, dtype=BF16)[:, :80]
+    slots = torch.cat(batch.token_slots)
+    far = len(pool) - 1 - 7 * torch.arange(len(slots))
+    pool[far] = batch.k_pool[slots, 0]
+    for dtype in (torch.int32, torch.int64):
+        assert torch.equal(call(batch, latent_pool=pool, kv_slots=far.to(dtype)), call(batch))
+
+
+def test_chain_bits_and_a_chain_mask_are_one() -> None:
+    batch = latents(Case((40,), 6, 2, chain=True, **SMALL))
+    assert torch.equal(call(batch, bits=chain_bits(1, 6, torch.device("cpu"))), call(batch))
+
+
+REJECTED: dict[str, tuple[Callable[[Batch], dict[str, Any]], list[str]]] = {
+    "widths": (lambda b: {"latent_width": 48}, ["latent_width: got C = 48 and R = 32"]),
+    "several": (
+        lambda b: {"latent_pool": b.k_pool, "ancestors": torch.zeros(3, 1), "page_size": 3},
+        ["latent_pool: got", "ancestors: got", "page_size: got 3"],
+    ),
+    "pages without offsets": (lambda b: {"page_size": 16}, ["page_indptr: got nothing"]),
+    "rows": (lambda b: {"q": b.q[:-1]}, ["q: got 13 rows for 2 requests", "latent_draft: got"]),
+    "buffer": (lambda b: {"out": torch.empty(14, 3, 80, dtype=BF16)}, ["out: got"]),
+    "integers": (lambda b: {"q": b.q.int()}, ["q: got"]),
+}
+
+
+@pytest.mark.parametrize(("change", "messages"), REJECTED.values(), ids=REJECTED)
+@pytest.mark.parametrize("operator", [tree_verify_mla.tree_verify_mla, tree_verify_mla.tree_verify_mla_torch])
+def test_rejects_bad_input(
+    operator: Callable[..., torch.Tensor], change: Callable[[Batch], dict[str, Any]], messages: list[str]
+) -> None:
+    batch = latents(Case((9, 3), 7, 3, **SMALL))
+    with pytest.raises(ValueError, match=re.escape(messages[0])) as raised:
+        call(batch, operator, bits=bits_of(batch), plan=plan_of(batch), **change(batch))
+    for message in messages:
+        assert message in str(raised.value)
