@@ -1,0 +1,267 @@
+"""The command ``sglang-eagle3 probe``; what computes is imported when it runs, so that the command line is quick."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.folder import locate
+
+if TYPE_CHECKING:
+    from sglang_eagle3_ext.probe.verdict import Probe
+    from sglang_eagle3_ext.spec import DraftSpec
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``probe`` to the command line; ``--write`` goes through the ``configure`` beside it."""
+    parser = commands.add_parser(
+        "probe",
+        help="find out from evidence which assembly a draft was trained with",
+        description="Let the target write, and find out which of its hidden states, in which order and through which "
+        "norms, make the draft propose what it wrote. Exit code 0 when the declared assembly is right, 1 otherwise.",
+    )
+    parser.add_argument("draft", metavar="DRAFT", help="folder or Hub id of the draft")
+    parser.add_argument("--target", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
+    parser.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompts", type=Path, metavar="FILE", help="JSON list of prompts, or an object of such lists")
+    text.add_argument("--features", type=Path, metavar="FILE", help="states that were captured before; no target runs")
+    parser.add_argument(
+        "--tokens", type=_positive, metavar="N", help="answer tokens in all, by taking fewer prompts (default: all)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=_positive, default=64, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=_positive, default=3, help="drafts of a chain (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where the target runs (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random starts (default: %(default)s)")
+    parser.add_argument("--save-features", type=Path, metavar="FILE", help="keep the states for --features")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw acceptance against boundary for each fc block")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--write", action="store_true", help="configure the draft with what was found and measured")
+    parser.set_defaults(command=lambda args: _probe(args, commands))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}; expected at least 1")
+    return value
+
+
+def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> int:
+    from sglang_eagle3_ext.probe import report
+    from sglang_eagle3_ext.probe.features import Features
+    from sglang_eagle3_ext.probe.search import Candidates
+    from sglang_eagle3_ext.probe.verdict import check_pair, probe
+
+    _check_arguments(args)
+    draft = locate(args.draft, args.revision)
+    target = locate(args.target, args.target_revision)
+    # Before hours are spent on the text: can this pair be probed at all?
+    spec = Candidates(draft, target).spec
+    check_pair(spec, target)
+    with contextlib.ExitStack() as stack:
+        file = args.features or args.save_features
+        if file is None:
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-eagle3-"))
+            file = Path(place) / "features.safetensors"
+        if args.features is None:
+            _write_features(args, spec, target, file)
+        features = Features.open(file)
+        if features.steps < args.steps:
+            _say(
+                [
+                    f"{file}: knows {features.steps} tokens past each answer, fewer than --steps {args.steps}; the "
+                    "last verify step of each answer may count too little"
+                ]
+            )
+        result = probe(
+            draft,
+            target,
+            features,
+            steps=args.steps,
+            seed=args.seed,
+            with_curves=args.plot is not None,
+            progress=stack.enter_context(_bars()),
+        )
+        if args.json:
+            sys.stdout.write(json.dumps(_without_nan(report.as_json(result)), indent=2) + "\n")
+        else:
+            sys.stdout.writelines(f"{line}\n" for line in report.as_text(result))
+        if args.plot is not None:
+            report.picture(result, args.plot)
+    if args.write:
+        _configure(args, result, commands)
+    return 0 if result.verdict == "declared_right" else 1
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    problems = []
+    if args.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            problems.append("--plot: matplotlib is not installed; expected it. Install it: pip install matplotlib.")
+        if os.path.lexists(args.plot):
+            problems.append(f"{args.plot}: is there already; expected a free name. Choose another --plot.")
+    if args.save_features is not None and os.path.lexists(args.save_features):
+        problems.append(f"{args.save_features}: is there already; expected a free name. Choose another one.")
+    if args.features is not None and args.save_features is not None:
+        problems.append("--save-features: got it with --features; expected one of them. Copy the file instead.")
+    for name in ("plot", "save_features"):
+        value = getattr(args, name)
+        if value is not None and not value.absolute().parent.is_dir():
+            problems.append(f"{value}: its folder is not there; expected one. Make it.")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, file: Path) -> None:
+    """Run the target in transformers; say before what that takes."""
+    from sglang_eagle3_ext.probe.features import FeatureWriter, capture, encode, load_target, read_prompts
+
+    prompts = read_prompts(args.prompts)
+    if args.tokens is not None:
+        prompts = prompts[: max(1, args.tokens // args.max_new_tokens)]
+    ids = encode(prompts, target)
+    model = load_target(target, args.device)
+    new = args.max_new_tokens + args.steps
+    _announce(model, spec, ids, new, file)
+    total = len(prompts) * args.max_new_tokens
+    with (
+        _bars() as bars,
+        FeatureWriter(file, target=str(args.target), steps=args.steps) as writer,
+    ):
+        capture(
+            model,
+            ids,
+            [prompt.group for prompt in prompts],
+            writer,
+            max_new_tokens=args.max_new_tokens,
+            steps=args.steps,
+            progress=bars("text", total),
+        )
+
+
+def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: int, file: Path) -> None:
+    """Say what the probe is going to take, and refuse where the disk has no room for it."""
+    import torch
+
+    from sglang_eagle3_ext.probe.features import BATCH_BYTES, batches, row_bytes
+    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
+
+    size = sum(len(prompt) + new for prompt in ids) * row_bytes(model)
+    room = shutil.disk_usage(file.absolute().parent).free
+    if size > room:
+        raise CheckpointError(
+            f"{file}: the states need up to {size / 1e9:.1f} GB, got {room / 1e9:.1f} GB free; expected room for "
+            "them. Take less text with --tokens, or another place with --save-features or TMPDIR."
+        )
+    cut = list(batches(sorted(range(len(ids)), key=lambda i: len(ids[i])), ids, model, new))
+    feed = torch.ones(len(cut[0]), 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        for _ in range(2):  # the first one is slow
+            began = time.perf_counter()
+            model(input_ids=feed, use_cache=False)
+    minutes = (time.perf_counter() - began) * sum(max(len(ids[i]) for i in some) + new for some in cut) / 60
+    weights = sum(p.nbytes for p in model.parameters())
+    draft = sum(4 * math.prod(info.shape) for info in spec.tensors.values())
+    layers, blocks = model.config.get_text_config().num_hidden_layers, max(1, spec.num_sources)
+    bound = search_bound(layers, blocks, sizes(min(STAGES[-1], max(1, len(ids) // 2))))
+    _say(
+        [
+            f"{len(ids)} prompts, up to {len(ids) * new:,} tokens to write, about {minutes:.1f} min; then a search in "
+            f"which the draft reads at most {bound:,} answers, usually less than a tenth of that",
+            f"memory: {weights / 1e9:.1f} GB for the target, {draft / 1e9:.1f} GB for the draft, up to "
+            f"{BATCH_BYTES / 1e9:.1f} GB for the states of a batch and {PROJECTION_BYTES / 1e9:.1f} GB for "
+            f"projections; disk: up to {size / 1e9:.1f} GB in {file.parent}",
+        ]
+    )
+
+
+def _configure(
+    args: argparse.Namespace, result: Probe, commands: argparse._SubParsersAction[argparse.ArgumentParser]
+) -> None:
+    """Write what was found, and what it is expected to reach, through ``configure``."""
+    from sglang_eagle3_ext.probe.verdict import sources
+
+    if result.verdict == "none_explains":
+        _say(["nothing was written, because no assembly explains this draft"])
+        return
+    chosen = result.best
+    if result.verdict == "declared_right" and result.declared is not None:
+        chosen = result.declared
+    total = chosen.total
+    expected = {
+        "accept_length": round(total.accept_length, 4),
+        "accept_per_position": [round(share, 4) for share in total.accept_per_position],
+        "steps": result.steps,
+        "topk": 1,
+        "draft_tokens": result.steps + 1,
+    }
+    sets = {
+        "sources": ",".join(sources(chosen.places, result.target.num_layers)),
+        "order": "as_listed",
+        "expected": json.dumps(expected),
+        **{key: json.dumps(value) if isinstance(value, float) else value for key, value in chosen.switches},
+    }
+    argv = [args.draft, "--target", args.target]
+    for flag, value in (("--revision", args.revision), ("--target-revision", args.target_revision)):
+        argv += [flag, value] if value is not None else []
+    for key, value in sets.items():
+        argv += ["--set", f"{key}={value}"]
+    configured = commands.choices["configure"].parse_args(argv)
+    # What configure prints would spoil the JSON on stdout.
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        configured.command(configured)
+
+
+def _without_nan(value: Any) -> Any:
+    """Put null where JSON has no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return [_without_nan(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _say(lines: Iterable[str]) -> None:
+    """Write remarks to stderr, which leaves stdout to the result."""
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[Callable[[str, int], Callable[[int], object]]]:
+    """Show a bar for each stage on a terminal where tqdm is installed."""
+    bar: Any = None
+
+    def start(what: str, total: int) -> Callable[[int], object]:
+        nonlocal bar
+        if bar is not None:
+            bar.close()
+        bar = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                bar = tqdm(total=total, desc=what, leave=False)
+        return bar.update if bar is not None else lambda done: None
+
+    try:
+        yield start
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,432 @@
+"""What a target writes to real prompts, and every boundary of its residual stream meanwhile.
+
+``capture`` runs a target of transformers; ``FeatureWriter`` and ``Features`` are the file in between, which may be
+written elsewhere.
+
+Dimensions: R rows (tokens of all sequences), T tokens of one sequence, S sequences, n layers of the target, M target
+width. The boundary axis of states has n + 2 places: boundaries 0..n, then ``final_norm``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sglang_eagle3_ext.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        content: text, which goes through the target's chat template where it has one, or token ids as they are.
+        group: the group it is drawn from, over which intervals are stratified.
+    """
+
+    content: str | tuple[int, ...]
+    group: str | None = None
+
+
+def read_prompts(file: Path | None = None) -> tuple[Prompt, ...]:
+    """Read a JSON file of prompts.
+
+    Args:
+        file: a list of prompts, or an object ``{group: [prompts]}``; a prompt is a string, ``{"prompt": ...}`` or a
+            list of token ids. By default the package's own: eight groups of forty-two.
+
+    Returns:
+        The prompts, the groups taking turns, so that the first N are as varied as all.
+
+    Raises:
+        CheckpointError: it cannot be read, or an entry is something else; names every such entry.
+    """
+    try:
+        if file is None:
+            content = json.loads(resources.files(__package__).joinpath("prompts.json").read_text("utf-8"))
+        else:
+            content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: cannot be read, got {error}; expected a JSON file of prompts. Repair it."
+        ) from error
+    groups: Mapping[str | None, Any] = content if isinstance(content, dict) else {None: content}
+    problems: list[str] = []
+    read: list[list[Prompt]] = []
+    for group, items in groups.items():
+        where = f"{file}:{group}" if group is not None else str(file)
+        if not isinstance(items, list):
+            problems.append(f"{where}: got {type(items).__name__}; expected a list of prompts. Write one.")
+            continue
+        read.append([])
+        for i, item in enumerate(items):
+            entry = item.get("prompt") if isinstance(item, dict) else item
+            if isinstance(entry, str) and entry.strip():
+                read[-1].append(Prompt(entry, group))
+            elif isinstance(entry, list) and entry and all(type(t) is int and t >= 0 for t in entry):
+                read[-1].append(Prompt(tuple(entry), group))
+            else:
+                problems.append(
+                    f"{where}[{i}]: got {json.dumps(item)[:60]}; expected text, token ids or "
+                    '{"prompt": ...}. Correct it.'
+                )
+    turns = [prompts[i] for i in range(max(map(len, read), default=0)) for prompts in read if i < len(prompts)]
+    if not turns and not problems:
+        problems.append(f"{file}: got no prompt; expected at least one. Add some.")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return tuple(turns)
+
+
+def encode(prompts: Sequence[Prompt], target: str | Path) -> list[list[int]]:
+    """Turn prompts into token ids by the target's own tokenizer and chat template.
+
+    Args:
+        prompts: the prompts.
+        target: folder of the target; its tokenizer is only loaded where a prompt is text.
+
+    Returns:
+        Token ids up to where the answer begins.
+
+    Raises:
+        CheckpointError: the target has no tokenizer that can be loaded.
+    """
+    tokenizer: Any = None
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt.content, tuple):
+            encoded.append(list(prompt.content))
+            continue
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(target)
+            except Exception as error:
+                # Whatever the tokenizers' libraries raise; transformers has no class for it.
+                raise CheckpointError(
+                    f"{target}: its tokenizer cannot be loaded, got {str(error).splitlines()[0]}; expected one, to "
+                    "read the prompts. Give --prompts as lists of token ids."
+                ) from error
+        if tokenizer.chat_template is None:
+            encoded.append(tokenizer(prompt.content)["input_ids"])
+            continue
+        chat = [{"role": "user", "content": prompt.content}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        encoded.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encoded
+
+
+_HEADER = 1 << 20
+"""Bytes kept free for the header of a feature file, which is only known in the end."""
+
+BATCH_BYTES = 512 << 20
+"""States of a batch of answers that are held in memory before they go to the file."""
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote to one prompt, and its states.
+
+    Attributes:
+        tokens: [T] ids: the prompt, the answer, and what the target writes after it (as many tokens as a chain has
+            steps, because a server's last verify step looks at them).
+        states: [T, n + 2, M] of every position; the row of the last token is never read.
+        prompt_length: tokens of the prompt.
+        completion_tokens: tokens of the answer.
+        group: the group of the prompt.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    prompt_length: int
+    completion_tokens: int
+    group: str | None
+
+    @property
+    def rows(self) -> Tensor:
+        """Name the feature rows from which a draft proposes tokens of the answer."""
+        return torch.arange(self.prompt_length - 1, self.prompt_length + self.completion_tokens - 2)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Answers of one target with all their states, which stay in their file.
+
+    Attributes:
+        answers: the answers that have a row to draft from.
+        num_layers: n.
+        steps: how many tokens past each answer are known.
+        target: the target, as it was named.
+    """
+
+    answers: tuple[Answer, ...]
+    num_layers: int
+    steps: int
+    target: str
+
+    @classmethod
+    def open(cls, file: Path) -> Features:
+        """Read a feature file; the states are mapped, not loaded.
+
+        The file is a safetensors file: ``states`` [R, n + 2, M] (F32, BF16 or F16: boundaries 0..n, then the state
+        after the final norm), ``tokens`` [R], ``starts`` [S + 1] (where each of the S sequences begins, and R),
+        ``prompt_lengths`` [S], ``completion_tokens`` [S], all int64; metadata ``schema`` = 1, ``target``, ``steps``
+        and ``groups`` (a JSON list, a string or null for each sequence).
+
+        Raises:
+            CheckpointError: it cannot be read, or its parts contradict each other; names all of them.
+        """
+        try:
+            with safe_open(file, "pt") as opened:
+                metadata = opened.metadata() or {}
+                names = ("states", "tokens", "starts", "prompt_lengths", "completion_tokens")
+                absent = sorted(set(names) - set(opened.keys())) + sorted({"schema", "steps"} - set(metadata))
+                if absent or metadata["schema"] != "1":
+                    raise CheckpointError(
+                        f"{file}: got {', '.join(absent) + ' missing' if absent else metadata['schema']}; expected a "
+                        "feature file of schema 1. Write it with --save-features."
+                    )
+                states, tokens, starts, prompts, completions = (opened.get_tensor(name) for name in names)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{file}: cannot be read, got {error}; expected a feature file. Write it with --save-features."
+            ) from error
+        steps = int(metadata["steps"])
+        groups = json.loads(metadata.get("groups", "null")) or [None] * len(prompts)
+        ends = starts[1:]
+        lengths = ends - starts[:-1]
+        checks = (
+            (states.dim() == 3 and states.shape[1] >= 3, f"states {list(states.shape)}, expected [R, n + 2, M]"),
+            (len(tokens) == len(states), f"{len(tokens)} tokens, expected one for each of {len(states)} states"),
+            (len(starts) > 0 and int(starts[0]) == 0, "starts that do not begin at 0"),
+            (len(starts) > 0 and int(starts[-1]) == len(tokens), "starts that do not end with the tokens"),
+            (bool((lengths > 0).all()), "starts that do not ascend"),
+            (len(prompts) == len(completions) == len(groups) == len(lengths), "lists of different lengths"),
+        )
+        wrong = [text for holds, text in checks if not holds]
+        if not wrong and bool(((prompts < 1) | (completions < 1) | (prompts + completions > lengths)).any()):
+            wrong.append("prompts and answers that do not fit into their sequences")
+        if wrong:
+            raise CheckpointError(
+                f"{file}: got {'; '.join(wrong)}; expected parts that fit. Write it anew with --save-features."
+            )
+        answers = [
+            Answer(tokens[begin:end].long(), states[begin:end], prompt, completion, group)
+            for begin, end, prompt, completion, group in zip(
+                starts.tolist(), ends.tolist(), prompts.tolist(), completions.tolist(), groups, strict=False
+            )
+        ]
+        usable = tuple(answer for answer in answers if len(answer.rows))
+        return cls(usable, states.shape[1] - 2, steps, metadata.get("target", ""))
+
+
+class FeatureWriter:
+    """Write a feature file answer by answer; it appears under its name when it is complete.
+
+    Args:
+        file: the file; it must not exist.
+        target: the target, as it was named.
+        steps: how many tokens past each answer are going to be written.
+    """
+
+    def __init__(self, file: Path, *, target: str, steps: int) -> None:
+        if os.path.lexists(file):
+            raise CheckpointError(f"{file}: is there already; expected a free name. Choose another one.")
+        self._file = file
+        self._partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+        self._metadata = {"schema": "1", "target": target, "steps": str(steps)}
+        self._shape: tuple[int, ...] = ()
+        self._dtype = torch.float32
+        self._tokens: list[Tensor] = []
+        self._lists: dict[str, list[int]] = {"starts": [0], "prompt_lengths": [], "completion_tokens": []}
+        self._groups: list[str | None] = []
+
+    def __enter__(self) -> FeatureWriter:
+        self._out = open(self._partial, "xb")  # noqa: SIM115
+        self._out.seek(_HEADER)
+        return self
+
+    def append(self, answer: Answer) -> None:
+        """Write one answer; all must have states of one shape and dtype."""
+        states = answer.states.contiguous()
+        if self._tokens and (self._shape, self._dtype) != (tuple(states.shape[1:]), states.dtype):
+            raise ValueError(f"answer: got states {list(states.shape[1:])}; expected {list(self._shape)} as before.")
+        self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
+        self._out.write(states.view(torch.uint8).numpy().data)
+        self._tokens.append(answer.tokens)
+        self._lists["starts"].append(self._lists["starts"][-1] + len(answer.tokens))
+        self._lists["prompt_lengths"].append(answer.prompt_length)
+        self._lists["completion_tokens"].append(answer.completion_tokens)
+        self._groups.append(answer.group)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._finish()
+                os.rename(self._partial, self._file)
+        finally:
+            self._out.close()
+            self._partial.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        rows = self._lists["starts"][-1]
+        name = next(name for name, dtype in _DTYPES.items() if dtype == self._dtype)
+        at = self._out.tell() - _HEADER
+        header: dict[str, Any] = {
+            "__metadata__": {**self._metadata, "groups": json.dumps(self._groups)},
+            "states": {"dtype": name, "shape": [rows, *self._shape], "data_offsets": [0, at]},
+        }
+        integers = {"tokens": torch.cat(self._tokens)} | {k: torch.tensor(v) for k, v in self._lists.items()}
+        for key, values in integers.items():
+            self._out.write(values.long().numpy().tobytes())
+            header[key] = {"dtype": "I64", "shape": list(values.shape), "data_offsets": [at, at + 8 * len(values)]}
+            at += 8 * len(values)
+        text = json.dumps(header).encode()
+        # The format allows a header to be padded with spaces.
+        self._out.seek(0)
+        self._out.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
+        self._out.flush()
+
+
+def capture(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[str | None],
+    writer: FeatureWriter,
+    *,
+    max_new_tokens: int,
+    steps: int,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> None:
+    """Let a target answer prompts greedily and keep every boundary at every position.
+
+    Prompts of like length run together, padded on the left; states are kept while the answer is written, so that no
+    token is computed twice. Every row goes on past the end of its answer, as a server's verification does.
+
+    Args:
+        model: a causal language model of transformers.
+        prompts: token ids of each prompt.
+        groups: the group of each prompt.
+        writer: receives the answers.
+        max_new_tokens: length of an answer that does not end by itself.
+        steps: tokens to write past the end of each answer.
+        progress: is called with the number of tokens of answers that are done.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for some in batches(order, prompts, model, max_new_tokens + steps):
+        answers = _answer(model, [prompts[i] for i in some], max_new_tokens, steps)
+        for i, answer in zip(some, answers, strict=True):
+            writer.append(replace(answer, group=groups[i]))
+        progress(len(some) * max_new_tokens)
+
+
+def row_bytes(model: Any) -> int:
+    """Count the bytes of all states of one token."""
+    config = model.config.get_text_config()
+    return int((config.num_hidden_layers + 2) * config.hidden_size * model.dtype.itemsize)
+
+
+def batches(order: Sequence[int], prompts: Sequence[Sequence[int]], model: Any, new: int) -> Iterator[Sequence[int]]:
+    """Cut prompts, sorted by length, into batches whose states fit into memory."""
+    begin = 0
+    while begin < len(order):
+        size = 64
+        while size > 1:
+            longest = len(prompts[order[min(begin + size, len(order)) - 1]]) + new
+            if size * longest * row_bytes(model) <= BATCH_BYTES:
+                break
+            size -= 1
+        yield order[begin : begin + size]
+        begin += size
+
+
+@torch.inference_mode()
+def _answer(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, steps: int) -> list[Answer]:
+    """Answer one batch."""
+    layers = model.config.get_text_config().num_hidden_layers
+    eos = _eos(model)
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]
+    new = max_new_tokens + steps
+    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)])
+    mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    width = model.config.get_text_config().hidden_size
+    states = torch.empty(len(prompts), longest + new - 1, layers + 2, width, dtype=model.dtype)
+    written = torch.empty(len(prompts), new, dtype=torch.int64)
+    before_norm: list[Tensor] = []
+    hook = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    past, at, feed, positions = None, 0, ids, (mask.cumsum(-1) - 1).clamp(min=0)
+    try:
+        for step in range(new):
+            before_norm.clear()
+            out = model(
+                input_ids=feed,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=past,
+                use_cache=True,
+                output_hidden_states=True,
+                logits_to_keep=1,
+            )
+            past = out.past_key_values
+            here = slice(at, at + feed.shape[1])
+            # Of transformers' states the last one is that after the final norm; boundary n is the norm's input.
+            for place, state in enumerate((*out.hidden_states[:layers], before_norm[0], out.hidden_states[layers])):
+                states[:, here, place] = state.to(states.device)
+            at += feed.shape[1]
+            feed = out.logits[:, -1:].argmax(-1)
+            written[:, step] = feed[:, 0].to(written.device)
+            mask = F.pad(mask, (0, 1), value=1)
+            positions = positions[:, -1:] + 1
+            ended = torch.isin(written[:, : max(0, step + 1 - steps)], eos).any(-1)
+            if bool(ended.all()) or step == new - 1:
+                break
+    finally:
+        hook.remove()
+    answers = []
+    for i, prompt in enumerate(prompts):
+        ends = torch.isin(written[i, : min(step + 1, max_new_tokens)], eos).nonzero()[:, 0].tolist()
+        completion = ends[0] + 1 if ends else max_new_tokens
+        tokens = torch.cat([torch.tensor(list(prompt)), written[i, : completion + steps]])
+        rows = states[i, pads[i] : pads[i] + len(tokens) - 1]
+        answers.append(Answer(tokens, F.pad(rows, (0, 0, 0, 0, 0, 1)), len(prompt), completion, None))
+    return answers
+
+
+def _eos(model: Any) -> Tensor:
+    """List the tokens that end an answer."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    return torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), dtype=torch.int64)
+
+
+def load_target(target: str | Path, device: str = "cpu") -> Any:
+    """Load a target in transformers: float32 on a CPU, as stored elsewhere.
+
+    Raises:
+        CheckpointError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32 if device == "cpu" else "auto")
+        return model.to(device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{target}: transformers cannot load it on {device}, got {str(error).splitlines()[0]}; expected a causal "
+            "language model. Capture its states elsewhere and give them with --features."
+        ) from error

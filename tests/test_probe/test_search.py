@@ -1,0 +1,137 @@
+"""``probe`` against texts that were written by the draft itself from an assembly that it is not told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import DELETE, write_draft, write_target
+from planted import features, load
+from safetensors.torch import load_file, save_file
+
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.probe.features import Features
+from sglang_eagle3_ext.probe.verdict import Probe, probe, sources
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target") / "target", num_layers=LAYERS)
+
+
+def found(result: Probe) -> list[str]:
+    return sources(result.best.places, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("planted", "declared"),
+    [
+        pytest.param((0, 4, 7), None, id="told nothing"),
+        pytest.param((0, 4, 7), ["embed", "layer3", "layer6"], id="told right"),
+        pytest.param((0, 4, 7), ["layer1", "layer4", "layer7"], id="told wrong", marks=pytest.mark.soak),
+        pytest.param((7, 0, 4), ["embed", "layer3", "layer6"], id="permuted"),
+        pytest.param((5,), None, id="one source"),
+        pytest.param((3, 8), None, id="two, the last boundary", marks=pytest.mark.soak),
+        pytest.param((9, 1, 2), None, id="final norm first"),
+        pytest.param((1, 8, 3, 6, 0), None, id="five", marks=pytest.mark.soak),
+    ],
+)
+def test_finds_the_planted_assembly(
+    tmp_path: Path, target: Path, planted: tuple[int, ...], declared: list[str] | None
+) -> None:
+    changes = {"eagle3_ext": {"sources": declared}} if declared else {}
+    folder = write_draft(tmp_path / "draft", num_sources=len(planted), config_changes=changes)
+    # With more blocks each of them matters less.
+    answers = 24 if len(planted) < 4 else 64
+    result = probe(folder, target, features(load(folder, target), planted, answers=answers))
+    assert result.best.places == planted
+    assert result.best.switches == ()
+    right = declared == sources(planted, LAYERS)
+    assert result.verdict == ("declared_right" if right else "other_found")
+    if right:
+        assert result.gain is None
+        assert result.declared == result.best
+        assert "The assembly is right" in result.advice
+    else:
+        assert f"--set sources={','.join(sources(planted, LAYERS))}" in result.advice
+
+
+SWITCHES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("residual", "post_norm", {}),
+    ("recurrent_state", "post_norm", {}),
+    ("rope_theta", 10000.0, {"rope_theta": 3.0}),
+    ("vocab_map", "absolute", {}),
+    ("norms", "per_source", {"fc_norm": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "truth", "changes"),
+    [pytest.param(*s, id=f"{s[0]}={s[1]}", marks=[pytest.mark.soak] * (s[0] == "rope_theta")) for s in SWITCHES],
+)
+def test_finds_the_switch(tmp_path: Path, target: Path, key: str, truth: Any, changes: dict[str, Any]) -> None:
+    folder = write_draft(tmp_path / "draft", config_changes={"rope_theta": 10000.0, **changes})
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if key == "vocab_map":
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    if key == "recurrent_state":
+        # A norm that scales each direction by its own factor, so that it matters which side of it recurs.
+        tensors["norm.weight"] = torch.rand(32, generator=torch.Generator().manual_seed(4)) * 3
+    if key == "norms":
+        g = torch.Generator().manual_seed(5)
+        tensors |= {f"fc_norm.{k}.weight": 1 + 0.3 * torch.randn(32, generator=g) for k in range(3)}
+    save_file(tensors, file)
+    answers = 96 if key == "recurrent_state" else 48
+    result = probe(folder, target, features(load(folder, target, **{key: truth}), (2, 4, 5), answers=answers))
+    assert dict(result.best.switches) == {key: truth}
+    assert result.best.places == (2, 4, 5)
+    assert result.verdict == "other_found"
+    assert f"--set {key}={truth:g}" in result.advice if key == "rope_theta" else f"--set {key}={truth}" in result.advice
+
+
+@pytest.mark.parametrize("what", ["another draft", pytest.param("random text", marks=pytest.mark.soak)])
+def test_says_when_no_assembly_explains_the_draft(tmp_path: Path, target: Path, what: str) -> None:
+    folder = write_draft(tmp_path / "draft")
+    if what == "another draft":
+        other = write_draft(tmp_path / "other", seed=9)
+        planted = features(load(other, target), (0, 4, 7))
+    else:
+        planted = features(load(folder, target), (0, 4, 7), agree=0.0)
+    result = probe(folder, target, planted)
+    assert result.verdict == "none_explains"
+    assert "No assembly explains this draft" in result.advice
+
+
+@pytest.mark.soak
+def test_a_weak_draft_is_told_from_a_wrong_assembly(tmp_path: Path, target: Path) -> None:
+    folder = write_draft(tmp_path / "draft", config_changes={"eagle3_ext": {"sources": ["embed", "layer3", "layer6"]}})
+    result = probe(folder, target, features(load(folder, target), (0, 4, 7), agree=0.25, answers=40))
+    assert result.verdict == "declared_right"
+    assert "the draft is weak on this text" in result.advice
+
+
+def test_ids_are_tried_in_every_convention(tmp_path: Path, target: Path) -> None:
+    """A list that its trainer meant as boundaries is read as outputs, and the probe says so."""
+    changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True}}
+    folder = write_draft(tmp_path / "draft", config_changes=changes)
+    result = probe(folder, target, features(load(folder, target), (1, 4, 6)))
+    assert result.declared is not None
+    assert result.declared.places == (2, 5, 7)
+    assert result.best.places == (1, 4, 6)
+    assert result.verdict == "other_found"
+    assert result.gain is not None
+    assert result.gain[1] > 0
+
+
+def test_states_of_another_target_are_refused(tmp_path: Path, target: Path) -> None:
+    folder = write_draft(tmp_path / "draft", config_changes={"eagle3_ext": DELETE})
+    planted = features(load(folder, target), (0, 4, 5), layers=6, answers=3)
+    with pytest.raises(CheckpointError, match="features: got 6 layers of width 32; expected the 8 of width 32"):
+        probe(folder, target, planted)
+    with pytest.raises(CheckpointError, match="features: got no answer of two tokens or more"):
+        probe(folder, target, Features((), LAYERS, 3, ""))

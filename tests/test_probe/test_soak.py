@@ -1,0 +1,123 @@
+"""Drafts trained for seconds on tiny targets of other families: the probe is told nothing and finds all.
+
+Run by hand: ``pytest -m soak tests/test_probe``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import write_draft
+from planted import make_target
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from sglang_eagle3_ext import reference
+from sglang_eagle3_ext.formats import read_draft, read_tensors
+from sglang_eagle3_ext.probe.features import Features, FeatureWriter, capture
+from sglang_eagle3_ext.probe.verdict import probe
+from sglang_eagle3_ext.reference import ReferenceDraft
+
+pytestmark = pytest.mark.soak
+
+VOCAB, WIDTH = 64, 24
+
+
+class Pair(NamedTuple):
+    """A target's family and depth, and what its draft is trained on."""
+
+    family: str
+    layers: int
+    places: tuple[int, ...]
+    draft_vocab: int = VOCAB
+    absolute: bool = False
+
+
+PAIRS = (
+    Pair("llama", 4, (0, 2, 4)),
+    Pair("llama", 7, (5,), 48),
+    Pair("qwen2", 5, (4, 1, 3)),
+    Pair("qwen3", 6, (6, 2)),
+    Pair("qwen3", 6, (7, 0, 3), 40, True),
+)
+
+
+def write_texts(family: str, layers: int, folder: Path, seed: int = 0) -> tuple[Path, Features, Features]:
+    """Write a target, and its answers to train on and to probe with."""
+    target = make_target(family, seed, num_hidden_layers=layers, initializer_range=0.2)
+    # No end, so that every answer is long.
+    target.generation_config.eos_token_id = None
+    target.save_pretrained(folder / "target")
+    g = torch.Generator().manual_seed(seed)
+    texts = []
+    for name, count in (("train", 2048), ("probe", 240)):
+        prompts = torch.randint(3, VOCAB, (count, 6), generator=g).tolist()
+        with FeatureWriter(folder / name, target="target", steps=3) as writer:
+            capture(target, prompts, [None] * count, writer, max_new_tokens=24, steps=3)
+        texts.append(Features.open(folder / name))
+    return folder / "target", texts[0], texts[1]
+
+
+def train(folder: Path, target: Path, features: Features, pair: Pair, updates: int = 900) -> None:
+    """Train a draft towards the target's distribution on what it wrote, one feature pass deep."""
+    spec = read_draft(folder)
+    embed = reference.load(spec, target=target).embed
+    tensors = dict(read_tensors(spec))
+    learned = {name: t.requires_grad_() for name, t in tensors.items() if t.is_floating_point() and "embed" not in name}
+    targets = tensors["d2t"] if "d2t" in tensors else torch.arange(VOCAB)
+    targets = targets + torch.arange(len(targets)) if spec.vocab.map == "offset" else targets
+    head = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).lm_head.weight.detach()[targets]
+    optimizer = torch.optim.AdamW(learned.values(), lr=4e-3)
+    g = torch.Generator().manual_seed(1)
+    places = list(pair.places)
+    for update in range(updates):
+        optimizer.param_groups[0]["lr"] = 4e-3 * (1 - update / updates)
+        draft = ReferenceDraft(spec, tensors, embed=embed)
+        losses = []
+        for i in torch.randint(len(features.answers), (6,), generator=g).tolist():
+            answer = features.answers[i]
+            hidden = draft.project(answer.states[:-1, places].flatten(1))
+            step, _ = draft.feature_pass(hidden, answer.tokens)
+            wanted = F.linear(answer.states[answer.rows + 1, -1], head).softmax(-1)
+            losses.append(F.cross_entropy(step[answer.rows].logits, wanted))
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    names = {canonical: file for file, canonical in spec.weights.items()}
+    if pair.absolute and "d2t" in tensors:
+        tensors["d2t"] = targets
+    save_file({names[name]: tensor.detach() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def write_pair(pair: Pair, tmp_path: Path) -> tuple[Path, Path, Features]:
+    target, to_train, to_probe = write_texts(pair.family, pair.layers, tmp_path)
+    draft = write_draft(
+        tmp_path / "draft", "vllm", hidden=WIDTH, num_sources=len(pair.places), vocab=VOCAB,
+        draft_vocab=pair.draft_vocab, config_changes={"architectures": ["LlamaForCausalLMEagle3"]},
+        tensor_changes={"t2d": None} if pair.draft_vocab != VOCAB else None,
+    )  # fmt: skip
+    train(draft, target, to_train, pair)
+    return draft, target, to_probe
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p.family}-{p.layers}-{'-'.join(map(str, p.places))}")
+def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
+    draft, target, features = write_pair(pair, tmp_path)
+    result = probe(draft, target, features)
+    # Only a draft that has learned something says which assembly it wants.
+    assert result.agreement[0] > 0.3, result.agreement
+    assert result.best.places == pair.places
+    assert result.best.switches == ((("vocab_map", "absolute"),) if pair.absolute else ())
+    assert result.verdict == "other_found"
+
+
+def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path) -> None:
+    draft, _, _ = write_pair(PAIRS[0], tmp_path)
+    (tmp_path / "other").mkdir()
+    target, _, features = write_texts("llama", 4, tmp_path / "other", seed=5)
+    result = probe(draft, target, features)
+    assert result.verdict == "none_explains", result.agreement
