@@ -1,15 +1,19 @@
 """Capture the target's residual stream at the boundaries of a plan.
 
-The stream is taken where SGLang itself materialises it: at the entry of a layer's attention stage
-(``attn_boundary.prepare(capture=...)`` hands out boundary b before layer b runs) and at the final norm
-(``residual_batch.final_norm(capture=...)`` hands out boundary n). The states of one forward pass travel on
-its ``ForwardBatch`` and reach the logits processor as ``aux_hidden_states``, the way stock's own captures do.
-A target class's id conventions, defaults and collectors are never involved.
+The stream is taken where SGLang itself materialises it: at the entry of a layer's attention stage (the ``capture``
+options of ``attn_boundary.prepare`` hand out boundary b before layer b runs) and at the final norm
+(``residual_batch.final_norm(capture=...)`` hands out boundary n). The state after the final norm is what the stack of
+layers returns. Captured states leave the stack beside it, the way stock's own captures do, so that a CUDA graph over
+the stack keeps them among its outputs; stock's id conventions, defaults and collectors are never involved.
+
+One class stands outside that machinery: Gemma-3's layers hand a contribution and the residual it belongs to from one
+to the next, and the stream is their sum.
 """
 
 from __future__ import annotations
 
-import logging
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,97 +24,169 @@ from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary
 
-logger = logging.getLogger(__name__)
-
-_STATES = "eagle3_ext_states"
-"""Attribute of a ForwardBatch that holds the states captured in its pass, keyed by boundary."""
-
-
-_STACKS = frozenset({"sglang.srt.models.llama.LlamaModel"})
-"""Classes whose layers all enter through an attention stage and whose last state leaves through
-``residual_batch.final_norm``, heirs included."""
-
-_at_final_norm: dict[int, AssemblyPlan] = {}
-"""Final norms whose input or output a plan wants, by identity. Targets live as long as their process."""
+_at_final_norm: dict[int, Point] = {}
+"""Points at boundary n, by the identity of the final norm they wait at. Targets live as long as their process."""
 
 
 def configure_capture(original: Callable[..., None], **call: Any) -> None:
     """Install our capture when a plan of ours arrives (AROUND ``configure_aux_hidden_state_capture``)."""
     plan = call.get("eagle_aux_hidden_state_layer_ids")
-    if not isinstance(plan, AssemblyPlan):
+    if isinstance(plan, AssemblyPlan):
+        install(call["model"], plan)
+    else:
         original(**call)
-        return
-    model = call["model"]
-    found = find_language_model(model)
-    if found is not None:
-        install(*found, plan)
-        return
-    # A class that is not captured by boundary yet: stock's own capture, told in its own ids what is wanted.
-    if plan.stock_ids is None:
-        raise UnsupportedError(
-            f"{plan.target.path}: {type(model).__name__} cannot emit "
-            f"{', '.join(assembly.spell(b, plan.target.num_layers) for b in plan.capture)}; this version captures by "
-            "boundary on Llama-type targets only, and no id list of stock's reaches these states here. "
-            "Use a draft trained on states this class emits."
-        )
-    original(**{**call, "eagle_aux_hidden_state_layer_ids": list(plan.stock_ids)})
 
 
 def find_language_model(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """Find, in a target as SGLang loaded it, the causal language model and its stack of layers.
+    """Find, in a target as SGLang loaded it, its stack of decoder layers and the module that runs the stack.
 
     Returns:
-        (the module with the logits processor, the module with the layers and the final norm), the former
-        owning the latter as ``model``; ``None`` when the stack is of a class not captured by boundary.
+        (the module whose forward takes captured states from the stack and hands them to the logits processor, the
+        module with the layers); ``None`` where SGLang's class has no such pair.
     """
-    for owner in model.modules():
-        stack = getattr(owner, "model", None)
-        if (
-            isinstance(stack, nn.Module)
-            and isinstance(getattr(owner, "logits_processor", None), nn.Module)
-            and any(f"{c.__module__}.{c.__qualname__}" in _STACKS for c in type(stack).__mro__)
-        ):
-            return owner, stack
-    return None
+    modules = list(model.modules())
+    # Vision towers have layers, too, but none with an attention stage.
+    stacks = [m for m in modules if _holds(m, _enters_attention)] or [
+        m for m in modules if _holds(m, _carries_residual)
+    ]
+    if not stacks:
+        return None
+    stack = stacks[0]
+    takers = [m for m in modules if m is not stack and hasattr(m, "capture_aux_hidden_states")]
+    around = [m for m in takers if any(inner is stack for inner in m.modules())]
+    # A module comes before what it contains, so the last one is the innermost around the stack.
+    return (around[-1], stack) if around else None
 
 
-def install(owner: nn.Module, stack: nn.Module, plan: AssemblyPlan) -> None:
-    """Put a capture point at every boundary of the plan and hand the states to the logits processor.
+def _holds(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> bool:
+    """Say whether a module is a stack of such layers."""
+    layers = getattr(module, "layers", None)
+    return isinstance(layers, nn.ModuleList) and any(map(is_layer, layers))
+
+
+def _enters_attention(layer: nn.Module) -> bool:
+    """Say whether a layer begins with an attention stage of SGLang's."""
+    from sglang.srt.layers.layer_boundary.stage import StageBoundary
+
+    return isinstance(getattr(layer, "attn_boundary", None), StageBoundary)
+
+
+def _carries_residual(layer: nn.Module) -> bool:
+    """Say whether a layer takes the residual beside the contribution that is still to be added to it."""
+    return "residual" in inspect.signature(type(layer).forward).parameters
+
+
+def servable(stack: nn.Module) -> tuple[Boundary, ...]:
+    """List the states that can be captured on a stack.
 
     Args:
-        owner: the causal language model, see :func:`find_language_model`.
-        stack: the module that holds its decoder layers and its final norm.
+        stack: the module with the layers, see :func:`find_language_model`.
+
+    Returns:
+        Boundaries and ``"final_norm"``, in capture order.
+    """
+    layers: Any = stack.layers
+    n = len(layers)
+    if hasattr(stack, "last_hc_hidden_states"):
+        # Qwen4-Exp puts streams of its own in the place of captured states, after the logits processor.
+        return ()
+    if _enters_attention(layers[0]) and not layers[0].attn_boundary.declaration.read.is_plain_norm:
+        # Hyper-connections: between layers the stream is several times as wide as the states fc was trained on.
+        return 0, n, "final_norm"
+    return (*range(n + 1), "final_norm")
+
+
+def install(model: nn.Module, plan: AssemblyPlan) -> None:
+    """Put a capture point at every boundary of the plan and have the stack hand out what they take.
+
+    Args:
+        model: the target as SGLang loaded it.
         plan: what to capture.
 
     Raises:
-        UnsupportedError: this rank holds fewer layers than the plan was made for.
+        UnsupportedError: the class has no stack that can be captured, this rank holds another number of layers than
+            the plan was made for, or a state cannot be captured on this class; names the class and what it serves.
     """
-    layers: Any = stack.layers
-    if len(layers) != plan.target.num_layers:
+    name, n = type(model).__name__, plan.target.num_layers
+    found = find_language_model(model)
+    if found is None:
         raise UnsupportedError(
-            f"{plan.target.path}: got {len(layers)} decoder layers on this rank; expected all "
-            f"{plan.target.num_layers}. Serve with pipeline parallel size 1."
+            f"{plan.target.path}: got a target of class {name}; expected one whose decoder layers enter through "
+            "SGLang's layer boundaries and which hands captured states to its logits processor. Serve it without "
+            "EAGLE-3."
         )
-    # Stock's own capture stays off: its collectors would run a second time, under its own conventions.
-    owner.capture_aux_hidden_states = False  # type: ignore[assignment]
+    owner, stack = found
+    layers: Any = stack.layers
+    held = sum(_enters_attention(layer) or _carries_residual(layer) for layer in layers)
+    if held != n:
+        raise UnsupportedError(
+            f"{plan.target.path}: got {held} decoder layers of {name} on this rank; expected all {n}. Serve with "
+            "pipeline parallel size 1."
+        )
+    served = servable(stack)
+    lacking = [assembly.spell(b, n) for b in plan.capture if b not in served]
+    if lacking:
+        serves = ", ".join(assembly.spell(b, n) for b in served)
+        raise UnsupportedError(
+            f"{plan.target.path}: {name} cannot serve {', '.join(lacking)}; expected sources among "
+            f"{serves or 'none: no EAGLE-3 draft can be served on this class'}. Use a draft trained on those."
+        )
+    states: dict[Boundary, torch.Tensor] = {}
     for boundary in plan.capture:
-        if boundary == "final_norm" or boundary == plan.target.num_layers:
-            _at_final_norm[id(stack.norm)] = plan
+        if boundary == "final_norm":
+            continue
+        point = Point(states, boundary)
+        by_stage = _enters_attention(layers[0])
+        if boundary == n and by_stage:
+            _at_final_norm[id(stack.norm)] = point
+        elif by_stage:
+            _wait_at_stage(layers[boundary], point)
         else:
-            _capture_before_layer(layers[boundary].attn_boundary, boundary)
-    processor: Any = owner.logits_processor
-    processor.register_forward_pre_hook(_hand_over(plan), with_kwargs=True)
+            _wait_at_pair(stack.norm if boundary == n else layers[boundary], point)
+    _hand_out(stack, plan, states)
+    owner.capture_aux_hidden_states = True  # type: ignore[assignment]
 
 
-def _capture_before_layer(stage: Any, boundary: int) -> None:
-    """Ask one attention stage for the residual stream each time it prepares its input."""
+class Point:
+    """One capture point: a callback in the shape of SGLang's collectors, which keeps the newest state."""
+
+    def __init__(self, states: dict[Boundary, torch.Tensor], boundary: Boundary) -> None:
+        self.states, self.boundary = states, boundary
+
+    def capture(self, value: torch.Tensor, *, owned: bool = False) -> None:
+        """Keep a state [T, M]; copy it unless its storage is given away."""
+        self.states[self.boundary] = value if owned else value.clone()
+
+
+def _wait_at_stage(layer: Any, point: Point) -> None:
+    """Ask a layer's attention stage for the residual stream each time it prepares its input."""
+    stage = layer.attn_boundary
     prepare = stage.prepare
+    # Whichever of the two SGLang's own class uses: they order the sum over ranks and the norm differently, and with
+    # the other one the target's own output would not stay bit for bit what stock computes.
+    option: dict[str, Any] = (
+        {"capture": point.capture}
+        if "capture_output" in inspect.signature(type(layer).forward).parameters
+        else {"capture_gathered": point}
+    )
 
     def prepare_and_capture(hidden_states: Any, forward_batch: Any, **call: Any) -> Any:
-        call["capture"] = _chain(call.get("capture"), _keep(forward_batch, boundary))
-        return prepare(hidden_states, forward_batch, **call)
+        return prepare(hidden_states, forward_batch, **{**call, **option})
 
     stage.prepare = prepare_and_capture
+
+
+def _wait_at_pair(module: Any, point: Point) -> None:
+    """Sum the contribution and the residual that enter a layer or a norm beside each other."""
+
+    def sum_pair(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states, residual = args or (kwargs["hidden_states"], kwargs["residual"])
+        if residual is None:
+            point.capture(hidden_states)
+        else:
+            point.capture(hidden_states + residual, owned=True)
+
+    module.register_forward_pre_hook(sum_pair, with_kwargs=True)
 
 
 def final_norm(
@@ -121,55 +197,40 @@ def final_norm(
     capture: Callable[..., None] | None = None,
     **call: Any,
 ) -> Any:
-    """Take boundary n and the normed state where a plan wants them (AROUND ``residual_batch.final_norm``)."""
-    plan = _at_final_norm.get(id(layernorm))
-    if plan is None:
-        return original(hidden_states, forward_batch, layernorm, capture, **call)
-    last = plan.target.num_layers
-    if last in plan.capture:
-        capture = _chain(capture, _keep(forward_batch, last))
-    normed = original(hidden_states, forward_batch, layernorm, capture, **call)
-    if "final_norm" in plan.capture:
-        _keep(forward_batch, "final_norm")(normed)
-    return normed
+    """Take boundary n where a plan wants it (AROUND ``residual_batch.final_norm``)."""
+    point = _at_final_norm.get(id(layernorm))
+    return original(hidden_states, forward_batch, layernorm, capture if point is None else point.capture, **call)
 
 
-def _keep(forward_batch: Any, boundary: Boundary) -> Callable[..., None]:
-    """Return a capture callback that stores a state on the batch; copies what it does not own."""
+def _hand_out(stack: Any, plan: AssemblyPlan, states: dict[Boundary, torch.Tensor]) -> None:
+    """Have a stack return the captured states beside its output, in capture order.
 
-    def keep(value: torch.Tensor, *, owned: bool = False) -> None:
-        states = forward_batch.__dict__.setdefault(_STATES, {})
-        states[boundary] = value if owned else value.clone()
+    The runners of SGLang's CUDA graphs call ``stack.forward`` itself, read its signature and replace it while they
+    replay, so it is the attribute that is wrapped and not the call.
+    """
+    forward = stack.forward
+    n = plan.target.num_layers
 
-    return keep
-
-
-def _chain(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
-    """Call both capture callbacks; only a sole callback may adopt owned storage."""
-    if first is None:
-        return second
-
-    def both(value: torch.Tensor, *, owned: bool = False) -> None:
-        first(value)
-        second(value, owned=owned)
-
-    return both
-
-
-def _hand_over(plan: AssemblyPlan) -> Callable[..., Any]:
-    """Build the logits processor's pre-hook: it receives the captured states in capture order."""
-
-    def hand_over(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        input_ids, hidden_states, lm_head, forward_batch, *rest = args
-        states = forward_batch.__dict__.pop(_STATES, {})
-        if len(states) != len(plan.capture):
-            missing = [b for b in plan.capture if b not in states]
+    @functools.wraps(forward)
+    def forward_and_hand_out(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        hidden_states = forward(*args, **kwargs)
+        forward_batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        if not len(hidden_states) or forward_batch.forward_mode.is_idle():
+            # Without tokens some classes leave the final norm out and return boundary n itself.
+            states.setdefault(n, hidden_states)
+        states["final_norm"] = hidden_states
+        wrong = [b for b in plan.capture if b not in states or states[b].shape != hidden_states.shape]
+        if wrong:
             raise RuntimeError(
-                f"{plan.target.path}: captured {len(states)} of {len(plan.capture)} states; missing "
-                + ", ".join(assembly.spell(b, plan.target.num_layers) for b in missing)
-                + ". This forward path bypasses SGLang's layer boundaries; please report it."
+                f"{plan.target.path}: got "
+                + ", ".join(
+                    f"{'none' if b not in states else tuple(states[b].shape)} for {assembly.spell(b, n)}" for b in wrong
+                )
+                + f"; expected states of {tuple(hidden_states.shape)}. This forward path bypasses SGLang's layer "
+                "boundaries; please report it with the server's flags."
             )
-        kwargs["aux_hidden_states"] = [states[b] for b in plan.capture]
-        return (input_ids, hidden_states, lm_head, forward_batch, *rest[1:]), kwargs
+        captured = [states[b] for b in plan.capture]
+        states.clear()  # nothing may outlive the pass: a long prompt's states are as large as a model's layer
+        return hidden_states, captured
 
-    return hand_over
+    stack.forward = forward_and_hand_out

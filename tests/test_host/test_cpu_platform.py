@@ -209,11 +209,16 @@ def test_other_kinds_of_attention_are_refused() -> None:
 def test_models_with_other_attention_are_refused() -> None:
     from sglang_eagle3_ext.host.cpu.attention import unsupported_model
 
+    hf_config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])
     runner = SimpleNamespace(
-        model_config=SimpleNamespace(model_path="some/model"), use_mla_backend=False, sliding_window_size=None
+        model_config=SimpleNamespace(model_path="some/model", hf_config=hf_config),
+        use_mla_backend=False,
+        sliding_window_size=None,
     )
     assert unsupported_model(runner) == []
-    runner.use_mla_backend, runner.sliding_window_size = True, 4096
+    runner.use_mla_backend = True
+    assert unsupported_model(runner) == []
+    hf_config.index_topk, runner.sliding_window_size = 2048, 4096
     problems = unsupported_model(runner)
     assert len(problems) == 2
     assert all(problem.startswith("some/model: ") for problem in problems)

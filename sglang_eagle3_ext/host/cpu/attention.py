@@ -1,8 +1,11 @@
 """The attention backend ``eagle3_cpu``: SGLang's batches, cut into segments of dense attention.
 
 Prefill (also in chunks and behind a cached prefix), decode, verification of a draft tree, the draft's
-own steps, and draft extend. Pages of one token, ordinary multi-head or grouped attention, float keys and
-values; anything else is refused when the backend is made or when a layer first runs.
+own steps, and draft extend. Pages of one token, float keys and values, multi-head, grouped or latent
+attention; anything else is refused when the backend is made or when a layer first runs.
+
+Latent attention (DeepSeek, Kimi) runs absorbed in every pass: the pool holds one row [C + R] per token,
+which is the one key that all query heads share, and its first C columns are the value.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_eagle3_ext.errors import UnsupportedError
@@ -41,6 +45,14 @@ def register_backend() -> None:
     register_attention_backend(BACKEND)(Eagle3CpuAttention)
 
 
+def always_absorb() -> None:
+    """Have SGLang's latent layers run absorbed on this backend; by default they expand keys in a prefill, in Triton."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(BACKEND, lambda _layer, _forward_batch: AttnForwardMethod.MLA)
+
+
 class Eagle3CpuAttention(AttentionBackend):
     """Attention of one model, target or draft, in plain PyTorch."""
 
@@ -55,7 +67,11 @@ class Eagle3CpuAttention(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = config.context_len
-        self.style = MaskStyle(model_runner.dtype, max(1, config.num_attention_heads // config.num_key_value_heads))
+        ranks = get_parallel().attn_tp_size
+        kv_heads = 1 if model_runner.use_mla_backend else config.get_num_kv_heads(ranks)
+        self.style = MaskStyle(model_runner.dtype, max(1, config.num_attention_heads // ranks // kv_heads))
+        if model_runner.use_mla_backend:
+            always_absorb()
         self.segments: list[Segment] = []
         self._checked_layers: set[int] = set()
         self._verify_mask = _make_verify_mask(model_runner)
@@ -109,7 +125,7 @@ class Eagle3CpuAttention(AttentionBackend):
         """Write the new keys and values, then attend.
 
         Args:
-            q: [T, HQ * D].
+            q: [T, HQ * D], D = C + R in latent attention.
             k: [T, HKV, D], or ``None`` when the layer reads another layer's cache.
             v: [T, HKV, DV], likewise.
             layer: the calling layer: head counts, scale, layer number.
@@ -192,10 +208,10 @@ def unsupported_model(model_runner: ModelRunner) -> list[str]:
     """List what a model needs and this backend lacks, one message each."""
     name = model_runner.model_config.model_path
     problems = []
-    if model_runner.use_mla_backend:
+    if model_runner.use_mla_backend and is_deepseek_dsa(model_runner.model_config.hf_config):
         problems.append(
-            f"{name}: it uses multi-head latent attention; {BACKEND} computes multi-head and grouped "
-            "attention. Serve this model on a GPU."
+            f"{name}: it chooses the tokens it attends to (DeepSeek sparse attention); {BACKEND} attends to all. "
+            "Serve this model on a GPU."
         )
     if model_runner.sliding_window_size is not None:
         problems.append(

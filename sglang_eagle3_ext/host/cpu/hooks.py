@@ -34,6 +34,7 @@ ABSENT: dict[str, dict[str, Callable[..., Any]]] = {
 it replaces the old object in every loaded module, which here would be every ``None``."""
 
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+LATENT_ROTATION = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
 
 
 def install() -> None:
@@ -41,6 +42,7 @@ def install() -> None:
     for target, operator in REPLACED.items():
         _hook_once(target, operator, HookType.REPLACE)
     _hook_once(DRAFT_BACKENDS, offer_draft_backend, HookType.BEFORE)
+    _hook_once(LATENT_ROTATION, make_latent_rotation, HookType.AROUND)
     HookRegistry.apply_hooks()
     for module_name, operators in ABSENT.items():
         module = importlib.import_module(module_name)
@@ -57,6 +59,36 @@ def _hook_once(target: str, hook: Callable[..., Any], kind: HookType) -> None:
 
 _installed: set[str] = set()
 _SOURCE = HookSource("eagle3_ext", "sglang-eagle3-ext")
+
+
+def make_latent_rotation(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: Any = None,
+    partial_rotary_factor: float = 1.0,
+    device: str | None = None,
+) -> Any:
+    """Make the rotation of a latent layer (AROUND ``get_rope_cpu``, which cannot do without yarn scaling)."""
+    if rope_scaling is not None:
+        return original(
+            head_size,
+            rotary_dim,
+            max_position,
+            base,
+            is_neox_style,
+            rope_scaling,
+            dtype,
+            partial_rotary_factor,
+            device,
+        )
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return get_rope(head_size, rotary_dim, max_position, base, is_neox_style, None, dtype, partial_rotary_factor)
 
 
 def offer_draft_backend(
