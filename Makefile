@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint typecheck docs kernels target
+.PHONY: demo test soak lint typecheck docs kernels gpu target
 
 ifdef PYTHON
 PY := $(abspath $(shell command -v $(PYTHON)))
@@ -38,12 +38,21 @@ target: $(DEMO_READY)
 
 # Without a host first: it is quick and says most.
 test: $(TEST_READY) target
-	$(PY) -m pytest -n auto --maxprocesses 4 -m "not host and not e2e"
-	$(PY) -m pytest -m "host and not e2e"
-	$(PY) -m pytest -m e2e
+	$(PY) -m pytest -n auto --maxprocesses 4 -m "not (host or e2e or soak)" --ignore tests/test_kernels
+	$(PY) -m pytest -n auto --maxprocesses 2 -m "not (host or soak)" tests/test_kernels
+	$(PY) -m pytest -n auto --maxprocesses 2 -m "host and not (e2e or soak)"
+	$(PY) -m pytest -n auto --maxprocesses 2 --dist loadfile -m "e2e and not soak"
+
+# What takes longer; run by hand.
+soak: $(TEST_READY) target
+	$(PY) -m pytest -m soak
 
 kernels: $(TEST_READY)
-	$(PY) -m pytest tests/test_kernels
+	$(PY) -m pytest -n auto --maxprocesses 2 -m "not soak" tests/test_kernels
+
+# On a CUDA machine, PYTHON=/path/to/python with torch, triton and tqdm is enough. Leaves benchmarks/results/gpu-*.json.
+gpu:
+	$(PY) -m benchmarks.gpu
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .
@@ -56,8 +65,10 @@ typecheck: $(TEST_READY)
 	rm -rf build/typecheck && mkdir -p build/typecheck
 	cp -Rp sglang_eagle3_ext build/typecheck/ && cp -Rp kernels build/typecheck/sglang_eagle3_ext/
 	cd build/typecheck && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-	$(PY) -m mypy --no-warn-unused-configs -m benchmarks.render -m benchmarks.demo.demo
+	$(PY) -m mypy --no-warn-unused-configs -m benchmarks.render -m benchmarks.targets -m benchmarks.demo.demo
 
 # Figures in README.md come from benchmarks/results/, never from a keyboard.
 docs: $(DEMO_READY) target
 	$(PY) -m benchmarks.render
+	$(PY) -m benchmarks.targets --render
+	$(PY) -m benchmarks.kernel_resources --render

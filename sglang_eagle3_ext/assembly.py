@@ -6,7 +6,7 @@ nowhere else; how stock SGLang reads them on each target class is one table, ``S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,6 +38,7 @@ __all__ = [
     "permute_blocks",
     "permute_fc_weight",
     "plan",
+    "positions",
     "spell",
     "spellings",
     "stock_reading",
@@ -50,9 +51,12 @@ MAX_SOURCES = 8
 AMBIGUITIES = frozenset(
     {
         "layer_ids_two_readings",
+        "mla_use_nope",
         "no_sources_declared",
         "norm_output_two_meanings",
         "rope_clash",
+        "rope_halves",
+        "rope_mscale",
         "rope_not_as_written",
         "sliding_window_unclear",
         "top_level_ids",
@@ -171,6 +175,7 @@ def plan(spec: DraftSpec, target: TargetFacts) -> AssemblyPlan:
         findings += _check_sources(spec, target, listed)
     boundaries = tuple(sorted(listed, key=_rank)) if spec.order == "ascending" else listed
     findings += _check_pair(spec, target, boundaries)
+    findings += _check_positions(spec, target)
 
     block_of = tuple(sorted(range(len(boundaries)), key=lambda i: _rank(boundaries[i])))
     capture = tuple(boundaries[i] for i in block_of)
@@ -347,6 +352,40 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
     return findings
 
 
+def positions(spec: DraftSpec) -> int:
+    """Count the positions a draft has by its own config, as SGLang's ``get_context_length`` counts them."""
+    scaling = spec.rope.scaling or {}
+    is_stretched = scaling.get("rope_type") != "llama3" and "original_max_position_embeddings" not in scaling
+    factor = scaling.get("factor", 1) if is_stretched else 1
+    return int(factor * spec.max_position_embeddings)
+
+
+def _check_positions(spec: DraftSpec, target: TargetFacts) -> Iterator[Finding]:
+    """Check that the draft can follow the target through its whole context."""
+    if not _is_too_short(spec, target):
+        return
+    scaling = spec.rope.scaling or {}
+    place = f"{spec.path}/config.json:max_position_embeddings: got {positions(spec)} positions"
+    if scaling.get("rope_type") == "dynamic":
+        yield Finding(
+            "error",
+            "short_context",
+            f"{place} with dynamic rope scaling, whose angles depend on them; expected at least the {target.context} "
+            f"of {target.path}. Serve with --context-length {positions(spec)}.",
+        )
+        return
+    yield Finding(
+        "info",
+        "short_context",
+        f"{place}; {target.path} is served with {target.context}. The same rotation goes on to the target's last "
+        "position; drafts beyond the trained length may be accepted less often.",
+    )
+
+
+def _is_too_short(spec: DraftSpec, target: TargetFacts) -> bool:
+    return target.context is not None and 0 < positions(spec) < target.context
+
+
 def _stock_boundaries(spec: DraftSpec, target: TargetFacts) -> tuple[Boundary, ...] | None:
     """Say what stock captures for the checkpoint's own ids; ``None`` where it refuses or loses one."""
     if not spec.stock.uses_aux:
@@ -371,6 +410,9 @@ def _differences(
     wanted = _spell_all(boundaries, n)
     if not spec.stock.loads:
         return spec.stock.differences
+    further = spec.stock.differences
+    if _is_too_short(spec, target):
+        further += (f"stock stops, since the draft has {positions(spec)} positions and the target {target.context}",)
     if spec.stock.uses_aux and reading is None:
         first = f"stock has no EAGLE-3 capture on {target.architecture} and refuses to start"
     elif stock_boundaries is None:
@@ -381,8 +423,8 @@ def _differences(
     elif reading is not None and not reading.captures_residual and boundaries not in ((0,), ("final_norm",)):
         first = f"stock captures {wanted} without the residual stream on {target.architecture}"
     else:
-        return spec.stock.differences
-    return (first, *spec.stock.differences)
+        return further
+    return (first, *further)
 
 
 def apply_strict(spec: DraftSpec, findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -8,11 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sglang_eagle3_ext import __version__, assembly, formats, resave
+from sglang_eagle3_ext import __version__, assembly, formats, probe, resave
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
-from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, Finding, Source
+from sglang_eagle3_ext.spec import AssemblyPlan, Attention, DraftSpec, Finding, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,7 @@ INSPECT_KEYS = (
     "unconsumed_tensors",
     "missing_tensors",
 )
-"""The keys of ``inspect --json``; stable."""
+"""The keys of ``inspect --json``; stable, and described in docs/inspect.schema.json."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,13 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    from sglang_eagle3_ext.host.servers import signals_as_exit
+
+    # A shell may close them (``>&-``); what is printed then goes nowhere.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open as long as the process lives)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The name of a file need not be text, and is written as it is.
         sys.stdout.reconfigure(errors="surrogateescape")
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        code = command(args)
+        # Whatever ends the process, a copy that is half written goes with it.
+        with signals_as_exit():
+            code = command(args)
         sys.stdout.flush()
         return code
     except (CheckpointError, UnsupportedError) as error:
@@ -119,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_command(commands)
     bench.add_command(commands)
     resave.add_command(commands)
+    probe.add_command(commands)
     return parser
 
 
@@ -233,8 +243,13 @@ def _as_json(spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterab
             "qk_norm": a.qk_norm,
             "qkv_bias": a.qkv_bias,
             "sliding_window": a.sliding_window,
+            "latent": a.latent and asdict(a.latent),
         },
-        "rope": {"theta": spec.rope.theta, "scaling": spec.rope.scaling and dict(spec.rope.scaling)},
+        "rope": {
+            "theta": spec.rope.theta,
+            "scaling": spec.rope.scaling and dict(spec.rope.scaling),
+            "interleaved": spec.rope.interleaved,
+        },
         "vocab": {"target": spec.vocab.target, "draft": spec.vocab.draft, "map": spec.vocab.map},
         "embed": spec.embed,
         "lm_head": spec.lm_head,
@@ -274,7 +289,15 @@ def _rows(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str
     if a.sliding_window:
         extras.append(f"window {a.sliding_window}")
     yield "layers", f"{a.num_layers} {a.kind}" + "".join(f", {e}" for e in extras), "num_layers"
-    yield "heads", f"{a.heads} of {a.head_dim}, {a.kv_heads} kv", "heads"
+    if a.latent is None:
+        yield "heads", f"{a.heads} of {a.head_dim}, {a.kv_heads} kv", "heads"
+    else:
+        size = a.latent
+        parts = f"{size.qk_nope_head_dim} + {size.qk_rope_head_dim} rotated, values of {size.v_head_dim}"
+        yield "heads", f"{a.heads} of {parts}", "heads"
+        yield "query latent", "none" if size.q_lora_rank is None else str(size.q_lora_rank), "q_lora_rank"
+        yield "key/value latent", str(size.kv_lora_rank), "kv_lora_rank"
+        yield "rotated together", "neighbours" if spec.rope.interleaved else "halves", "rope_interleave"
     yield "rope theta", f"{spec.rope.theta:g}", "rope_theta"
     scaling = spec.rope.scaling
     yield "rope scaling", json.dumps(dict(scaling)) if scaling else "none", "rope_scaling"
@@ -334,6 +357,14 @@ def _trace(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[str]:
         "I": spec.intermediate_size,
         "V": spec.vocab.draft,
     }
+    if (size := spec.attention.latent) is not None:
+        sizes |= {
+            "CQ": size.q_lora_rank or 0,
+            "C": size.kv_lora_rank,
+            "N": size.qk_nope_head_dim,
+            "R": size.qk_rope_head_dim,
+            "DV": size.v_head_dim,
+        }
     yield "feature pass (T rows; docs/notation.md has the letters)"
     steps = list(_steps(spec, plan))
     names = max(len(name) for name, _ in steps)
@@ -374,7 +405,6 @@ def _steps(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, st
             yield f"{word}{norm}", "[T, M]"
         yield "concatenate" + (" -> input_norm" if norms.around_fc == "concatenation" else ""), "[T, L*M]"
         yield "fc" + (" + bias" if spec.fc_bias else ""), "[T, E]"
-    qk = " -> q/k norm" if attention.qk_norm else ""
     for i in range(attention.num_layers):
         prefix = f"layer {i}: " if attention.num_layers > 1 else ""
         if i == 0:
@@ -384,9 +414,8 @@ def _steps(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, st
             yield f"{prefix}concatenate", "[T, 2*E]"
         else:
             yield f"{prefix}input_layernorm", "[T, E]"
-        yield f"{prefix}q_proj{qk} -> rope", "[T, HQ*D]"
-        yield f"{prefix}k_proj{qk} -> rope, v_proj", "[T, HKV*D]"
-        yield f"{prefix}attention", "[T, HQ*D]"
+        for name, shape in _attention_steps(attention):
+            yield f"{prefix}{name}", shape
         yield f"{prefix}o_proj + residual", "[T, E]"
         yield f"{prefix}post_attention_layernorm -> gate, up", "[T, I]"
         yield f"{prefix}down + residual", "[T, E]"
@@ -394,6 +423,25 @@ def _steps(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, st
     yield f"head ({spec.lm_head})", "[T, V]"
     how = {"offset": "draft id + d2t[draft id]", "absolute": "d2t[draft id]", "none": "draft id"}[spec.vocab.map]
     yield f"target id = {how}", ""
+
+
+def _attention_steps(attention: Attention) -> Iterator[tuple[str, str]]:
+    """List the steps of one layer's attention."""
+    latent = attention.latent
+    if latent is None:
+        qk = " -> q/k norm" if attention.qk_norm else ""
+        yield f"q_proj{qk} -> rope", "[T, HQ*D]"
+        yield f"k_proj{qk} -> rope, v_proj", "[T, HKV*D]"
+        yield "attention", "[T, HQ*D]"
+        return
+    if latent.q_lora_rank is not None:
+        yield "q_a_proj -> q_a_layernorm", "[T, CQ]"
+    yield f"{'q_proj' if latent.q_lora_rank is None else 'q_b_proj'} -> rope on R of D", "[T, HQ*D]"
+    yield "kv_a_proj_with_mqa: latent -> kv_a_layernorm", "[T, C]"
+    yield "kv_a_proj_with_mqa: key of all heads -> rope", "[T, R]"
+    yield "kv_b_proj: keys", "[T, HQ*N]"
+    yield "kv_b_proj: values", "[T, HQ*DV]"
+    yield "attention", "[T, HQ*DV]"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ and the embedding of token ``p + 1``, and predicts token ``p + 2``. A recurrent 
 for the k-th time (k from 1) stands at position ``p + k``, reads the state of its predecessor and the token
 proposed by it, and sees the feature rows ``0..p`` and its own predecessors, never later feature rows.
 
-Dimensions: T rows, K sources, M target width, E draft width, HQ/HKV query and key heads, D head width,
-S cached rows, R chains, V draft vocabulary.
+Dimensions: T rows, K sources, M target width, E draft width, HQ/HKV query and key heads, D width of a query or key
+head, DV of a value head, S cached rows, R chains, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.formats import read_draft, read_tensors
 from sglang_eagle3_ext.formats.folder import headers, load_tensors, locate
-from sglang_eagle3_ext.spec import Boundary, DraftSpec, Rope
+from sglang_eagle3_ext.spec import Attention, Boundary, DraftSpec, Latent, Rope
 
 _ROWS_AT_ONCE = 512
 """Rows whose attention scores or logits are held at once; bounds memory, changes no result."""
@@ -42,6 +42,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 _TEXT_ROPES = ("default", "linear", "llama3", "yarn")
+_LATENT_ROPES = ("default", "yarn", "deepseek_yarn")
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,16 @@ class Step:
 
 
 class KVCache:
-    """Keys and values of the rows a draft has seen, per layer, and the positions they stand at."""
+    """Keys and values of the rows a draft has seen, per layer, and the positions they stand at.
+
+    Those of latent attention are kept in full, head by head; a server keeps the latents that they are made of.
+    """
 
     def __init__(self, spec: DraftSpec, dtype: torch.dtype) -> None:
-        shape = (0, spec.attention.kv_heads, spec.attention.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(spec.attention.num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype) for _ in range(spec.attention.num_layers)]
+        a = spec.attention
+        value_dim = a.head_dim if a.latent is None else a.latent.v_head_dim
+        self.keys = [torch.empty(0, a.kv_heads, a.head_dim, dtype=dtype) for _ in range(a.num_layers)]
+        self.values = [torch.empty(0, a.kv_heads, value_dim, dtype=dtype) for _ in range(a.num_layers)]
         self.positions = torch.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -92,6 +97,10 @@ class KVCache:
         self.positions = self.positions[:length]
 
 
+_Norm = Callable[[Tensor, Tensor], Tensor]
+_Rotate = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class _Linear:
     weight: Tensor
@@ -102,17 +111,58 @@ class _Linear:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One decoder layer. ``embed_norm`` exists in the first layer only, which reads the embedding as well."""
+class _GroupedQuery:
+    """Attention in which every key head serves a group of query heads."""
 
-    embed_norm: Tensor | None
-    hidden_norm: Tensor
+    head_dim: int
     q: _Linear
     k: _Linear
     v: _Linear
     o: _Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+
+    def heads(self, x: Tensor, norm: _Norm, rotate: _Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to queries [T, HQ, D], keys [T, HKV, D] and values [T, HKV, D]."""
+        q, k, v = (torch.unflatten(proj(x), -1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = norm(q, self.q_norm), norm(k, self.k_norm)
+        return rotate(q), rotate(k), v
+
+
+@dataclass(frozen=True)
+class _LatentAttention:
+    """Attention whose keys and values are made of a latent, and a part of the key that all heads share."""
+
+    latent: Latent
+    q_a: _Linear | None
+    q_a_norm: Tensor | None
+    q: _Linear
+    kv_a: _Linear
+    kv_a_norm: Tensor
+    kv_b: _Linear
+    o: _Linear
+
+    def heads(self, x: Tensor, norm: _Norm, rotate: _Rotate) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to queries [T, HQ, D], keys [T, HQ, D] and values [T, HQ, DV]."""
+        size = self.latent
+        parts = [size.qk_nope_head_dim, size.qk_rope_head_dim]
+        squeezed = x if self.q_a is None or self.q_a_norm is None else norm(self.q_a(x), self.q_a_norm)
+        q, q_rope = torch.unflatten(self.q(squeezed), -1, (-1, sum(parts))).split(parts, dim=-1)
+        latent, k_rope = self.kv_a(x).split([size.kv_lora_rank, size.qk_rope_head_dim], dim=-1)
+        kv = torch.unflatten(self.kv_b(norm(latent, self.kv_a_norm)), -1, (q.shape[1], -1))
+        k, v = kv.split([size.qk_nope_head_dim, size.v_head_dim], dim=-1)
+        shared = rotate(k_rope[:, None]).expand_as(q_rope)
+        return torch.cat([q, rotate(q_rope)], dim=-1), torch.cat([k, shared], dim=-1), v
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer. ``embed_norm`` exists in the first layer only, which reads the embedding as well."""
+
+    embed_norm: Tensor | None
+    hidden_norm: Tensor
+    attention: _GroupedQuery | _LatentAttention
     mlp_norm: Tensor
     gate: _Linear
     up: _Linear
@@ -174,6 +224,7 @@ class ReferenceDraft:
         self.head = (head[self._to_target] if spans_target else head[: spec.vocab.draft]).to(dtype)
         self._activation = _ACTIVATIONS[spec.hidden_act]
         self._inv_freq, self._rope_factor = _rope_frequencies(spec, dtype)
+        self._scale = _softmax_scale(spec)
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's states into the draft's hidden input: the norms around ``fc``, and ``fc``.
@@ -221,7 +272,7 @@ class ReferenceDraft:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.keys[layer] = torch.cat([cache.keys[layer], k])
             cache.values[layer] = torch.cat([cache.values[layer], v])
-            return _attention(q, cache.keys[layer], cache.values[layer], visible)
+            return _attention(q, cache.keys[layer], cache.values[layer], visible, self._scale)
 
         return self._run(tokens, hidden, positions, attend)
 
@@ -306,6 +357,10 @@ class ReferenceDraft:
         norms = self.spec.norms
         hidden = hidden.to(self.dtype)
         cos, sin = self._rotary(positions)
+
+        def rotate(x: Tensor) -> Tensor:
+            return _rotate(x, cos, sin, self.spec.rope.interleaved)
+
         for i, layer in enumerate(self._layers):
             normed = x = self._norm(hidden, layer.hidden_norm)
             residual = hidden
@@ -313,12 +368,8 @@ class ReferenceDraft:
                 embeds = self.embed[tokens].to(self.dtype)
                 x = torch.cat([self._norm(embeds, layer.embed_norm), normed], dim=-1)  # [T, 2E]
                 residual = normed if norms.residual == "post_norm" else hidden
-            width = self.spec.attention.head_dim
-            q, k, v = (torch.unflatten(proj(x), -1, (-1, width)) for proj in (layer.q, layer.k, layer.v))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-            attended = attend(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-            hidden = residual + layer.o(attended)
+            attended = attend(i, *layer.attention.heads(x, self._norm, rotate))
+            hidden = residual + layer.attention.o(attended)
             x = self._norm(hidden, layer.mlp_norm)
             hidden = hidden + layer.down(self._activation(layer.gate(x)) * layer.up(x))
         normed = hidden if self._final_norm is None else self._norm(hidden, self._final_norm)
@@ -375,7 +426,7 @@ class Chains:
             self._own[layer].append((k, v))
             keys, values = (torch.stack(part, dim=1) for part in zip(*self._own[layer], strict=True))
             own = (keys, values, own_visible)
-            return _attention(q, self._cache.keys[layer], self._cache.values[layer], visible, own)
+            return _attention(q, self._cache.keys[layer], self._cache.values[layer], visible, self._draft._scale, own)
 
         return self._draft._run(tokens, state, positions, attend)
 
@@ -560,21 +611,24 @@ def _attention(
     keys: Tensor,
     values: Tensor,
     visible: Tensor,
+    scale: float,
     own: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend to shared keys, and to keys of the row's own where there are any.
 
     Args:
         q: [T, HQ, D].
-        keys: [S, HKV, D]; ``values`` alike.
+        keys: [S, HKV, D].
+        values: [S, HKV, DV].
         visible: [T, S], which shared keys a row sees.
-        own: keys and values [T, C, HKV, D] and their visibility [T, C].
+        scale: of the scores.
+        own: keys [T, C, HKV, D] and values [T, C, HKV, DV] and their visibility [T, C].
 
     Returns:
-        [T, HQ*D].
+        [T, HQ*DV].
     """
     shared = keys.shape[0]
-    grouped = torch.unflatten(q, 1, (keys.shape[1], -1)) * q.shape[-1] ** -0.5  # [T, HKV, G, D]
+    grouped = torch.unflatten(q, 1, (keys.shape[1], -1)) * scale  # [T, HKV, G, D]
     out = []
     for rows in torch.split(torch.arange(len(q)), _ROWS_AT_ONCE):
         scores = torch.einsum("thgd,shd->thgs", grouped[rows], keys)
@@ -590,20 +644,26 @@ def _attention(
     return torch.cat(out)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first part of each head (all of it unless the rotary embedding is partial)."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first part of each head (all of it unless the rotary embedding is partial).
+
+    Interleaved pairs come out as halves: scores do not depend on the order, which is that of queries and keys alike.
+    """
     width = cos.shape[-1]
     turned, kept = x[..., :width], x[..., width:]
+    if interleaved:
+        turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
     first, second = turned.chunk(2, dim=-1)
     return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, kept], dim=-1)
 
 
 def _rope_frequencies(spec: DraftSpec, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Return the inverse frequencies [rotary width / 2] and the factor on cosine and sine."""
-    rope = spec.rope
-    kind = _rope_kind(rope)
+    rope, latent = spec.rope, spec.attention.latent
+    kind = _rope_kind(rope).removeprefix("deepseek_")
+    width = spec.attention.head_dim if latent is None else latent.qk_rope_head_dim
     if kind in ("default", "linear"):
-        width = int(spec.attention.head_dim * rope.partial_rotary_factor)
+        width = int(width * rope.partial_rotary_factor)
         stretch = float((rope.scaling or {})["factor"]) if kind == "linear" else 1.0
         return 1.0 / (stretch * rope.theta ** (torch.arange(0, width, 2, dtype=dtype) / width)), 1.0
     # The other kinds are the business of transformers, which computes them in float32.
@@ -619,12 +679,30 @@ def _rope_frequencies(spec: DraftSpec, dtype: torch.dtype) -> tuple[Tensor, floa
     config = LlamaConfig(
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.attention.heads,
-        head_dim=spec.attention.head_dim,
+        head_dim=width,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters=parameters,
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if latent is not None:
+        # transformers reads the two factors only together, DeepSeek's code and SGLang each by itself.
+        factor = _yarn_factor(rope, "mscale", 1.0) / _yarn_factor(rope, "mscale_all_dim", 0.0)
     return frequencies.to(dtype), float(factor)
+
+
+def _yarn_factor(rope: Rope, key: str, absent: float) -> float:
+    """Compute one of yarn's factors for attention (arXiv 2309.00071, section 3.4), as DeepSeek weighs it."""
+    scaling = rope.scaling or {}
+    factor, weight = float(scaling["factor"]), scaling.get(key)
+    return 0.1 * (absent if weight is None else float(weight)) * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _softmax_scale(spec: DraftSpec) -> float:
+    """Return the factor on the scores of attention."""
+    scale: float = spec.attention.head_dim**-0.5
+    if spec.attention.latent is not None and _rope_kind(spec.rope) != "default":
+        scale *= _yarn_factor(spec.rope, "mscale_all_dim", 0.0) ** 2
+    return scale
 
 
 def _rope_kind(rope: Rope) -> str:
@@ -637,16 +715,11 @@ def _rope_kind(rope: Rope) -> str:
 
 def _refuse_unsupported(spec: DraftSpec) -> None:
     problems = []
-    if spec.attention.kind != "gqa":
-        problems.append(
-            f"{spec.path}: attention: got {spec.attention.kind}; the PyTorch reference runs gqa drafts only."
-        )
+    ropes = _TEXT_ROPES if spec.attention.latent is None else _LATENT_ROPES
     if spec.hidden_act not in _ACTIVATIONS:
         problems.append(f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}.")
-    if _rope_kind(spec.rope) not in _TEXT_ROPES:
-        problems.append(
-            f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)}; expected one of {', '.join(_TEXT_ROPES)}."
-        )
+    if _rope_kind(spec.rope) not in ropes:
+        problems.append(f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)}; expected one of {', '.join(ropes)}.")
     if problems:
         raise UnsupportedError("\n".join(problems))
 
@@ -705,31 +778,57 @@ class _TensorReader:
 
 
 def _read_layer(spec: DraftSpec, index: int, read: _TensorReader) -> _Layer:
-    at, width, attention = f"layers.{index}", spec.hidden_size, spec.attention
-    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    at, width = f"layers.{index}", spec.hidden_size
     # Layer 0 reads [embedding | hidden] and norms both; the others norm what they read as any decoder does.
     first = index == 0
-    read_width = 2 * width if first else width
     inputs = read.vector(f"{at}.input_layernorm.weight", width)
-
-    def head_norm(name: str) -> Tensor | None:
-        if not attention.qk_norm:
-            return None
-        return read.vector(f"{at}.self_attn.{name}.weight", attention.head_dim)
-
+    read_attention = _read_grouped_query if spec.attention.latent is None else _read_latent
     return _Layer(
         embed_norm=inputs if first else None,
         hidden_norm=read.vector(f"{at}.hidden_norm.weight", width) if first else inputs,
-        q=read.linear(f"{at}.self_attn.q_proj", queries, read_width, attention.qkv_bias),
-        k=read.linear(f"{at}.self_attn.k_proj", keys, read_width, attention.qkv_bias),
-        v=read.linear(f"{at}.self_attn.v_proj", keys, read_width, attention.qkv_bias),
-        o=read.linear(f"{at}.self_attn.o_proj", width, queries, attention.o_bias),
-        q_norm=head_norm("q_norm"),
-        k_norm=head_norm("k_norm"),
+        attention=read_attention(spec.attention, f"{at}.self_attn", 2 * width if first else width, width, read),
         mlp_norm=read.vector(f"{at}.post_attention_layernorm.weight", width),
         gate=read.linear(f"{at}.mlp.gate_proj", spec.intermediate_size, width, spec.mlp_bias),
         up=read.linear(f"{at}.mlp.up_proj", spec.intermediate_size, width, spec.mlp_bias),
         down=read.linear(f"{at}.mlp.down_proj", width, spec.intermediate_size, spec.mlp_bias),
+    )
+
+
+def _read_grouped_query(a: Attention, at: str, columns: int, width: int, read: _TensorReader) -> _GroupedQuery:
+    """Read the attention of one layer, which reads ``columns`` and writes ``width``."""
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    return _GroupedQuery(
+        head_dim=a.head_dim,
+        q=read.linear(f"{at}.q_proj", queries, columns, a.qkv_bias),
+        k=read.linear(f"{at}.k_proj", keys, columns, a.qkv_bias),
+        v=read.linear(f"{at}.v_proj", keys, columns, a.qkv_bias),
+        o=read.linear(f"{at}.o_proj", width, queries, a.o_bias),
+        q_norm=read.vector(f"{at}.q_norm.weight", a.head_dim) if a.qk_norm else None,
+        k_norm=read.vector(f"{at}.k_norm.weight", a.head_dim) if a.qk_norm else None,
+    )
+
+
+def _read_latent(a: Attention, at: str, columns: int, width: int, read: _TensorReader) -> _LatentAttention:
+    """Read the latent attention of one layer, likewise."""
+    size = a.latent
+    if size is None:
+        raise ValueError("attention: got no latent sizes; expected those of an MLA draft.")
+    rank, queries = size.q_lora_rank, a.heads * a.head_dim
+    return _LatentAttention(
+        latent=size,
+        q_a=None if rank is None else read.linear(f"{at}.q_a_proj", rank, columns, False),
+        q_a_norm=None if rank is None else read.vector(f"{at}.q_a_layernorm.weight", rank),
+        q=(
+            read.linear(f"{at}.q_proj", queries, columns, False)
+            if rank is None
+            else read.linear(f"{at}.q_b_proj", queries, rank, False)
+        ),
+        kv_a=read.linear(f"{at}.kv_a_proj_with_mqa", size.kv_lora_rank + size.qk_rope_head_dim, columns, False),
+        kv_a_norm=read.vector(f"{at}.kv_a_layernorm.weight", size.kv_lora_rank),
+        kv_b=read.linear(
+            f"{at}.kv_b_proj", a.heads * (size.qk_nope_head_dim + size.v_head_dim), size.kv_lora_rank, False
+        ),
+        o=read.linear(f"{at}.o_proj", width, a.heads * size.v_head_dim, False),
     )
 
 

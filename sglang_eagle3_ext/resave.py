@@ -740,8 +740,14 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files of a folder, relative to it."""
-    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    """List all files of a folder, those in folders it links to included, relative to it."""
+    inside: list[Path] = []
+    entered = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        entered.add(os.path.realpath(place))
+        folders[:] = [name for name in folders if os.path.realpath(Path(place, name)) not in entered]
+        inside += [path for path in (Path(place, name) for name in names) if path.is_file()]
+    return sorted(path.relative_to(folder) for path in inside)
 
 
 def _copy(folder: Path, stage: Path, files: Sequence[Path]) -> None:

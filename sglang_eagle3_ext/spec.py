@@ -113,8 +113,30 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What multi-head latent attention has beside its heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        q_lora_rank: width that queries are squeezed through; ``None`` where they are projected at once.
+        kv_lora_rank: width that keys and values are squeezed through, which is what a cache keeps of them.
+        qk_nope_head_dim: width of a query or key head that is not rotated.
+        qk_rope_head_dim: width that is; all key heads share it.
+        v_head_dim: width of a value head.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class Attention:
-    """The shape of the draft's own decoder layers."""
+    """The shape of the draft's own decoder layers.
+
+    ``mla`` has ``latent``, as many key heads as query heads, and as ``head_dim`` the whole width of one of them.
+    """
 
     kind: Literal["gqa", "mla"]
     num_layers: int
@@ -125,15 +147,24 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     sliding_window: int | None = None
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. ``scaling`` is the dialect's object in the ``rope_type`` spelling."""
+    """Rotary position embedding.
+
+    Attributes:
+        theta: the base.
+        scaling: the dialect's object in the ``rope_type`` spelling.
+        partial_rotary_factor: the share of a head that is rotated.
+        interleaved: whether neighbours are rotated together, rather than element i with element i + width / 2.
+    """
 
     theta: float
     scaling: Mapping[str, Any] | None = None
     partial_rotary_factor: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +247,9 @@ class DraftSpec:
         lm_head: whose head it ends in; ``tied`` is the embedding that ``embed`` names, the target's included.
         weights: file tensor name -> canonical name (``fc.weight``, ``layers.0.self_attn.q_proj.weight``,
             ``fc_norm.0.weight``, ``input_norm.weight``, ``norm.weight``, ``lm_head.weight``,
-            ``embed_tokens.weight``, ``d2t``, ``t2d``). Tensors without a home are absent from it; a tensor
+            ``embed_tokens.weight``, ``d2t``, ``t2d``; of an MLA layer ``q_a_proj``, ``q_a_layernorm`` and
+            ``q_b_proj``, or ``q_proj``, and ``kv_a_proj_with_mqa``, ``kv_a_layernorm``, ``kv_b_proj``,
+            ``o_proj``). Tensors without a home are absent from it; a tensor
             that is left out on purpose has a canonical name that starts with ``ignored/``. Every layer has
             ``input_layernorm`` (layer 0: over the embedding; others: before attention), layer 0 alone
             ``hidden_norm``.
@@ -386,6 +419,7 @@ class TargetFacts:
         num_layers: n.
         hidden_size: width of its residual stream.
         vocab_size: rows of its embedding as its config says.
+        context: positions it is served with; ``None`` where nothing says.
         reading: how stock reads plain ids on it; ``None`` when stock has no EAGLE-3 capture on it.
     """
 
@@ -395,6 +429,7 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     reading: StockReading | None
+    context: int | None = None
 
 
 @dataclass(frozen=True)

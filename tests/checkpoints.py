@@ -15,8 +15,26 @@ DELETE = object()
 """As a value in ``config_changes``: leave the key out."""
 
 Dialect = Literal[
-    "angelslim", "automodel", "eagle", "modelopt", "modelopt_megatron", "specforge", "speculators", "torchspec", "vllm"
+    "angelslim",
+    "automodel",
+    "deepseek",
+    "eagle",
+    "modelopt",
+    "modelopt_megatron",
+    "specforge",
+    "speculators",
+    "torchspec",
+    "vllm",
 ]
+
+LATENT: Mapping[str, int | None] = {
+    "q_lora_rank": 14,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+"""Sizes of a tiny latent attention, all different."""
 
 
 def change(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -83,12 +101,65 @@ def draft_tensors(
     return tensors
 
 
+def latent_tensors(
+    latent: Mapping[str, int | None], *, hidden: int, layers: int, heads: int, seed: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Make random tensors of a draft's latent attention, under DeepSeek's names."""
+    generator = torch.Generator().manual_seed(seed + 2)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+
+    def norm(width: int) -> torch.Tensor:
+        return (1 + 0.1 * torch.randn(width, generator=generator)).to(dtype)
+
+    rank, kv_rank, nope, rope, value = (latent[key] for key in LATENT)
+    assert kv_rank is not None
+    assert nope is not None
+    assert rope is not None
+    assert value is not None
+    tensors = {}
+    for i in range(layers):
+        at, width = f"layers.{i}.self_attn.", 2 * hidden if i == 0 else hidden
+        if rank is None:
+            tensors[f"{at}q_proj.weight"] = weight(heads * (nope + rope), width)
+        else:
+            tensors |= {
+                f"{at}q_a_proj.weight": weight(rank, width),
+                f"{at}q_a_layernorm.weight": norm(rank),
+                f"{at}q_b_proj.weight": weight(heads * (nope + rope), rank),
+            }
+        tensors |= {
+            f"{at}kv_a_proj_with_mqa.weight": weight(kv_rank + rope, width),
+            f"{at}kv_a_layernorm.weight": norm(kv_rank),
+            f"{at}kv_b_proj.weight": weight(heads * (nope + value), kv_rank),
+            f"{at}o_proj.weight": weight(hidden, heads * value),
+        }
+    return tensors
+
+
 def _spell(
     dialect: Dialect, config: dict[str, Any], tensors: dict[str, torch.Tensor], target_hidden: int, num_sources: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Spell keys and tensors of a flat draft as one of its dialects does."""
     if dialect in ("angelslim", "eagle", "specforge", "torchspec"):
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    if dialect == "deepseek":
+        return config | {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "kimi_k2",
+            "rope_theta": 50000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 64.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6][:num_sources]},
+        }, tensors
     if dialect == "eagle":
         return config | {"architectures": ["LlamaForCausalLM"]}, tensors
     if dialect == "specforge":
@@ -169,6 +240,7 @@ def write_draft(
     draft_vocab: int = 37,
     config_changes: Mapping[str, Any] | None = None,
     tensor_changes: Mapping[str, torch.Tensor | None] | None = None,
+    latent: Mapping[str, int | None] = LATENT,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
@@ -183,6 +255,7 @@ def write_draft(
         config_changes: keys of ``config.json`` to set or, with :data:`DELETE`, to leave out; a dotted key
             reaches into an object.
         tensor_changes: tensors to set or, with ``None``, to leave out, by their name in the file.
+        latent: sizes of the attention of ``deepseek``, in the place of ``kv_heads`` and ``head_dim``.
         seed: seed of the random values.
         dtype: type of the floating tensors.
 
@@ -204,6 +277,9 @@ def write_draft(
         seed=seed,
         dtype=dtype,
     )
+    if dialect == "deepseek":
+        tensors = {name: tensor for name, tensor in tensors.items() if ".self_attn." not in name}
+        tensors |= latent_tensors(latent, hidden=hidden, layers=layers, heads=heads, seed=seed, dtype=dtype)
     layer_config = {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -251,6 +327,9 @@ def write_draft(
             "tie_word_embeddings": False,
             "torch_dtype": dtype_name,
         }
+        if dialect == "deepseek":
+            del config["head_dim"]
+            config |= {"num_key_value_heads": heads, **latent}
         if target_hidden != hidden:
             config["target_hidden_size"] = target_hidden
         if target_hidden != hidden or dialect in ("automodel", "torchspec"):

@@ -110,7 +110,8 @@ def draft_oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run the draft's layers over rows of which each sees the rows that ``sees`` [T, T] grants it.
 
-    Attention is one loop over rows, heads and keys; rotation multiplies complex numbers.
+    Attention is one loop over rows, heads and keys; rotation multiplies complex numbers. Latent attention never expands
+    its keys and values: scores and sums are taken over the latents themselves.
 
     Returns:
         Logits [T, draft vocabulary] and the state that recurs [T, E].
@@ -131,6 +132,11 @@ def draft_oracle(
             residual = normed if spec.norms.residual == "post_norm" else hidden
         else:
             x, residual = norm("input_layernorm", hidden), hidden
+        if a.latent is not None:
+            mixed = _latent_attention(spec, w, f"{at}.self_attn", x, positions, sees)
+            hidden = residual + linear("self_attn.o_proj", mixed)
+            hidden = hidden + _mlp(spec, w, at, hidden)
+            continue
         q = linear("self_attn.q_proj", x).reshape(-1, a.heads, a.head_dim)
         k = linear("self_attn.k_proj", x).reshape(-1, a.kv_heads, a.head_dim)
         v = linear("self_attn.v_proj", x).reshape(-1, a.kv_heads, a.head_dim)
@@ -151,14 +157,73 @@ def draft_oracle(
                 for s, weight in zip(seen, weights, strict=True):
                     mixed[t, h] += weight / sum(weights) * v[s, group]
         hidden = residual + linear("self_attn.o_proj", mixed.reshape(len(embeds), -1))
-        x = norm("post_attention_layernorm", hidden)
-        gate = linear("mlp.gate_proj", x)
-        hidden = hidden + linear("mlp.down_proj", gate / (1 + np.exp(-gate)) * linear("mlp.up_proj", x))
+        hidden = hidden + _mlp(spec, w, at, hidden)
     normed = hidden
     if spec.norms.final_norm:
         normed = rms_norm_oracle(hidden, w["norm.weight"], spec.rms_norm_eps)
     state = normed if spec.norms.recurrent_state == "post_norm" else hidden
     return normed @ w["lm_head.weight"].T, state
+
+
+def _mlp(spec: DraftSpec, w: Mapping[str, np.ndarray], at: str, hidden: np.ndarray) -> np.ndarray:
+    """Normalise and run the gated MLP."""
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ w[f"{at}.mlp.{name}.weight"].T + w.get(f"{at}.mlp.{name}.bias", 0.0)
+
+    x = rms_norm_oracle(hidden, w[f"{at}.post_attention_layernorm.weight"], spec.rms_norm_eps)
+    gate = linear("gate_proj", x)
+    return linear("down_proj", gate / (1 + np.exp(-gate)) * linear("up_proj", x))
+
+
+def _latent_attention(
+    spec: DraftSpec,
+    w: Mapping[str, np.ndarray],
+    at: str,
+    x: np.ndarray,
+    positions: Sequence[int],
+    sees: np.ndarray,
+) -> np.ndarray:
+    """Attend over latents in the absorbed form; return [T, heads * value width]."""
+    a, size, rows = spec.attention, spec.attention.latent, range(len(x))
+    assert size is not None
+    nope, rank = size.qk_nope_head_dim, size.kv_lora_rank
+
+    def normed(name: str, y: np.ndarray) -> np.ndarray:
+        return rms_norm_oracle(y, w[f"{at}.{name}.weight"], spec.rms_norm_eps)
+
+    if size.q_lora_rank is None:
+        q = x @ w[f"{at}.q_proj.weight"].T
+    else:
+        q = normed("q_a_layernorm", x @ w[f"{at}.q_a_proj.weight"].T) @ w[f"{at}.q_b_proj.weight"].T
+    q = q.reshape(len(x), a.heads, nope + size.qk_rope_head_dim)
+    both = x @ w[f"{at}.kv_a_proj_with_mqa.weight"].T
+    latents = normed("kv_a_layernorm", both[:, :rank])
+    shared = [_turned_pairs(spec, both[t, rank:], positions[t]) for t in rows]
+    up = w[f"{at}.kv_b_proj.weight"].reshape(a.heads, nope + size.v_head_dim, rank)
+    out = np.zeros((len(x), a.heads, size.v_head_dim))
+    for t in rows:
+        for h in range(a.heads):
+            query, turned = q[t, h, :nope] @ up[h, :nope], _turned_pairs(spec, q[t, h, nope:], positions[t])
+            seen = [s for s in rows if sees[t, s]]
+            scores = [float(query @ latents[s] + turned @ shared[s]) / math.sqrt(a.head_dim) for s in seen]
+            top = max(scores)
+            weights = [math.exp(score - top) for score in scores]
+            total = sum(weight * latents[s] for s, weight in zip(seen, weights, strict=True)) / sum(weights)
+            out[t, h] = up[h, nope:] @ total
+    return out.reshape(len(x), -1)
+
+
+def _turned_pairs(spec: DraftSpec, head: np.ndarray, position: int) -> np.ndarray:
+    """Rotate the rotary part of a head, neighbours or halves together."""
+    half = len(head) // 2
+    out = head.copy()
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if spec.rope.interleaved else (i, half + i)
+        angle = position * spec.rope.theta ** (-i / half)
+        turned = complex(head[first], head[second]) * complex(math.cos(angle), math.sin(angle))
+        out[first], out[second] = turned.real, turned.imag
+    return out
 
 
 def _turned(

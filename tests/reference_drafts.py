@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_eagle3_ext.spec import Attention, DraftSpec, Norms, Rope, Verifier, Vocab
+from sglang_eagle3_ext.spec import Attention, DraftSpec, Latent, Norms, Rope, Verifier, Vocab
 
 BASE = DraftSpec(
     path="draft",
@@ -44,6 +44,14 @@ BASE = DraftSpec(
     origins={},
     findings=(),
 )
+
+
+def latent_attention(q_lora_rank: int | None = 7, num_layers: int = 1) -> dict[str, Any]:
+    """Give the changes of ``attention`` that make it latent, every size another one."""
+    latent = Latent(q_lora_rank, kv_lora_rank=9, qk_nope_head_dim=3, qk_rope_head_dim=8, v_head_dim=5)
+    return {
+        "kind": "mla", "num_layers": num_layers, "heads": 6, "kv_heads": 6, "head_dim": 11, "latent": latent
+    }  # fmt: skip
 
 
 def make_spec(**changes: Any) -> DraftSpec:
@@ -84,10 +92,24 @@ def random_tensors(spec: DraftSpec, seed: int = 0) -> dict[str, torch.Tensor]:
         if i == 0:
             norm(f"{at}.hidden_norm", width)
         read = width if i else 2 * width
-        matrix(f"{at}.self_attn.q_proj", a.heads * a.head_dim, read, a.qkv_bias)
-        matrix(f"{at}.self_attn.k_proj", a.kv_heads * a.head_dim, read, a.qkv_bias)
-        matrix(f"{at}.self_attn.v_proj", a.kv_heads * a.head_dim, read, a.qkv_bias)
-        matrix(f"{at}.self_attn.o_proj", width, a.heads * a.head_dim, a.o_bias)
+        queries, size = a.heads * a.head_dim, a.latent
+        if size is None:
+            matrix(f"{at}.self_attn.q_proj", queries, read, a.qkv_bias)
+            matrix(f"{at}.self_attn.k_proj", a.kv_heads * a.head_dim, read, a.qkv_bias)
+            matrix(f"{at}.self_attn.v_proj", a.kv_heads * a.head_dim, read, a.qkv_bias)
+            matrix(f"{at}.self_attn.o_proj", width, queries, a.o_bias)
+        else:
+            if size.q_lora_rank is None:
+                matrix(f"{at}.self_attn.q_proj", queries, read, False)
+            else:
+                matrix(f"{at}.self_attn.q_a_proj", size.q_lora_rank, read, False)
+                norm(f"{at}.self_attn.q_a_layernorm", size.q_lora_rank)
+                matrix(f"{at}.self_attn.q_b_proj", queries, size.q_lora_rank, False)
+            matrix(f"{at}.self_attn.kv_a_proj_with_mqa", size.kv_lora_rank + size.qk_rope_head_dim, read, False)
+            norm(f"{at}.self_attn.kv_a_layernorm", size.kv_lora_rank)
+            per_head = size.qk_nope_head_dim + size.v_head_dim
+            matrix(f"{at}.self_attn.kv_b_proj", a.heads * per_head, size.kv_lora_rank, False)
+            matrix(f"{at}.self_attn.o_proj", width, a.heads * size.v_head_dim, False)
         if a.qk_norm:
             norm(f"{at}.self_attn.q_norm", a.head_dim)
             norm(f"{at}.self_attn.k_norm", a.head_dim)

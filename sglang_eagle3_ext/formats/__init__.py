@@ -2,8 +2,8 @@
 
 ``folder``      what lies on disk: ``config.json``, headers of the tensors, values on demand
 ``eagle3_ext``  the object with which a draft's author settles what the dialect leaves open
-``angelslim``, ``automodel``, ``eagle``, ``modelopt``, ``speculators``, ``torchspec``, ``vllm``  one dialect each;
-                a further one is one more file and one more line in ``READERS``
+``angelslim``, ``automodel``, ``deepseek``, ``eagle``, ``modelopt``, ``speculators``, ``torchspec``, ``vllm``
+                one dialect each; a further one is one more file and one more line in ``READERS``
 ``flat``        what the dialects with all keys at the top level share: all of them but ``speculators``
 ``reading``     a checkpoint while it is read: the dialect's keys, the home of each tensor
 ``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_eagle3_ext.formats import angelslim, automodel, eagle, modelopt, speculators, torchspec, vllm
+from sglang_eagle3_ext.formats import angelslim, automodel, deepseek, eagle, modelopt, speculators, torchspec, vllm
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE
 from sglang_eagle3_ext.formats.folder import Folder, fatal, load_tensors, locate, read_json
 from sglang_eagle3_ext.formats.reading import IGNORED, convert
 from sglang_eagle3_ext.formats.values import check_values
@@ -29,18 +30,25 @@ from sglang_eagle3_ext.spec import DraftSpec, TargetFacts, stock_reading
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORED", "READERS", "check_values", "read_draft", "read_target", "read_tensors"]
+__all__ = ["ARCHITECTURES", "IGNORED", "READERS", "check_values", "read_draft", "read_target", "read_tensors"]
 
 READERS: dict[str, Callable[[Folder], DraftSpec | str]] = {
     "angelslim": angelslim.claim_and_read,
     "automodel": automodel.claim_and_read,
+    "deepseek": deepseek.claim_and_read,
     "eagle": eagle.claim_and_read,
     "modelopt": modelopt.claim_and_read,
     "speculators": speculators.claim_and_read,
     "torchspec": torchspec.claim_and_read,
     "vllm": vllm.claim_and_read,
 }
-"""Dialect -> its one function, which returns the spec or the reason why the folder is not its own."""
+"""Dialect -> its one function. It takes the opened checkpoint and returns the draft's facts, or the reason why the
+dialect refuses the folder; it raises ``CheckpointError`` where the folder is in this dialect and cannot be read."""
+
+ARCHITECTURES = frozenset(
+    {STOCK_ARCHITECTURE, automodel.ARCHITECTURE, *deepseek.ARCHITECTURES, modelopt.DEEP, *vllm.ARCHITECTURES}
+)
+"""Architecture strings that only EAGLE-3 drafts carry (the EAGLE repository's own files call themselves Llamas)."""
 
 
 def read_draft(
@@ -111,6 +119,7 @@ class TargetConfig(msgspec.Struct, frozen=True):
     num_hidden_layers: int
     hidden_size: int
     vocab_size: int
+    max_position_embeddings: int | None = None
 
 
 def read_target(path: str | os.PathLike[str], *, revision: str | None = None) -> TargetFacts:
@@ -148,4 +157,5 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
         hidden_size=sizes.hidden_size,
         vocab_size=sizes.vocab_size,
         reading=stock_reading(architectures[0]),
+        context=sizes.max_position_embeddings,
     )

@@ -1,12 +1,12 @@
-"""The shape of the draft's decoder layers: how many there are, heads, biases, window."""
+"""The shape of the draft's decoder layers: how many there are, heads, latents, biases, window."""
 
 from __future__ import annotations
 
 import itertools
 
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.formats.reading import LAYER_NAME, Reading
-from sglang_eagle3_ext.spec import Attention
+from sglang_eagle3_ext.formats.reading import LAYER_NAME, LatentConfig, Reading
+from sglang_eagle3_ext.spec import Attention, Latent
 
 
 def count_layers(r: Reading) -> int:
@@ -29,6 +29,91 @@ def count_layers(r: Reading) -> int:
 
 
 def read_attention(r: Reading, hidden_size: int, num_layers: int) -> Attention:
+    if r.dialect.latent is None:
+        return _read_grouped_query(r, hidden_size, num_layers)
+    return _read_latent(r, r.dialect.latent, num_layers)
+
+
+def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
+    """Read multi-head latent attention; what the config leaves out follows from the tensors' shapes."""
+
+    def stored(name: str, axis: int = 0) -> int:
+        shape = r.shape(f"layers.0.self_attn.{name}.weight")
+        return shape[axis] if shape and len(shape) > axis else 0
+
+    def size(key: str, declared: int | None, from_tensors: int) -> int:
+        if declared is not None and declared > 0:
+            r.origins[key] = "config"
+            return declared
+        if from_tensors > 0 and declared is None:
+            r.origins[key] = "weights"
+            return from_tensors
+        r.folder.add(
+            "error",
+            "config_incomplete",
+            f"{r.dialect.layer_place}{key}",
+            f"got {declared!r}, and no tensor that tells it; expected a positive integer. Add the key.",
+        )
+        # Sizes that follow from this one are then told as missing, too, and not divided by zero.
+        return 1
+
+    queries = stored("q_b_proj") or stored("q_proj")
+    kv_rank = size("kv_lora_rank", keys.kv_lora_rank, stored("kv_a_layernorm"))
+    rope = size("qk_rope_head_dim", keys.qk_rope_head_dim, stored("kv_a_proj_with_mqa") - kv_rank)
+    heads = size("num_attention_heads", r.layer.num_attention_heads, queries // ((keys.qk_nope_head_dim or 0) + rope))
+    nope = size("qk_nope_head_dim", keys.qk_nope_head_dim, queries // heads - rope)
+    value = size("v_head_dim", keys.v_head_dim, stored("kv_b_proj") // heads - nope)
+    q_rank = keys.q_lora_rank
+    r.origins["q_lora_rank"] = "config"
+    if q_rank is None:
+        q_rank = stored("q_a_layernorm") or None
+        r.origins["q_lora_rank"] = "weights"
+    elif q_rank <= 0:
+        r.report_value(f"{r.dialect.layer_place}q_lora_rank", q_rank, "a positive integer or null")
+    r.raise_incomplete()
+    if rope % 2:
+        r.report_value(f"{r.dialect.layer_place}qk_rope_head_dim", rope, "an even number, since pairs are rotated")
+    if keys.qk_head_dim not in (None, nope + rope):
+        r.report_value(
+            f"{r.dialect.layer_place}qk_head_dim",
+            keys.qk_head_dim,
+            f"{nope + rope}, the sum of qk_nope_head_dim and qk_rope_head_dim",
+        )
+    r.origins["heads"] = r.origins.pop("num_attention_heads")
+    r.origins["kv_heads"] = r.origins["heads"]
+    r.origins["head_dim"] = r.origins["qk_nope_head_dim"]
+    if r.layer.num_key_value_heads not in (None, heads):
+        r.folder.add(
+            "warning",
+            "head_count",
+            f"{r.dialect.layer_place}num_key_value_heads",
+            f"got {r.layer.num_key_value_heads} for {heads} heads; expected as many, since latent attention has a key "
+            "for every query head. The key was not believed; correct it.",
+        )
+    window = _sliding_window(r, num_layers)
+    if window is not None:
+        r.folder.add(
+            "error",
+            "sliding_window_mla",
+            f"{r.dialect.layer_place}sliding_window",
+            f"got {window} for latent attention; expected none, since nothing here computes both. Remove the key if "
+            "training did not use it.",
+        )
+    if q_rank is None:
+        r.differences.append("stock refuses an MLA draft without q_lora_rank")
+    if num_layers > 1:
+        r.differences.append("stock refuses an MLA draft of more than one layer")
+    return Attention(
+        kind="mla",
+        num_layers=num_layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=nope + rope,
+        latent=Latent(q_rank, kv_rank, nope, rope, value),
+    )
+
+
+def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attention:
     layer, prefix = r.layer, "layers.0.self_attn."
     q_shape, k_shape = r.shape(f"{prefix}q_proj.weight"), r.shape(f"{prefix}k_proj.weight")
     heads, head_dim = layer.num_attention_heads, layer.head_dim
@@ -142,7 +227,7 @@ def note_biases(r: Reading, fc_bias: bool, mlp_bias: bool, attention: Attention)
         r.differences.append("stock drops the biases of the MLP")
     if fc_bias != bool(layer.bias):
         r.differences.append(f"stock builds fc {'without the stored' if fc_bias else 'with a random'} bias")
-    stock_o_bias = bool(layer.attention_bias or layer.bias)
+    stock_o_bias = attention.kind == "gqa" and bool(layer.attention_bias or layer.bias)
     if attention.o_bias != stock_o_bias:
         how = "without the stored" if attention.o_bias else "with a random"
         r.differences.append(f"stock builds o_proj {how} bias")

@@ -14,9 +14,8 @@ _TRACES = (automodel.find_trace, modelopt.find_trace, torchspec.find_trace)
 """The traces of the dialects that share the architecture."""
 
 _NO_EAGLE3 = {
-    "Eagle3DeepseekV2ForCausalLM": "its attention is MLA",
-    "Eagle3DeepseekV3ForCausalLM": "its attention is MLA",
     "Glm4MoeForCausalLMEagle3": "its MLP is a mixture of experts",
+    "KimiK3Eagle3DraftModel": "its attention is MLA with an output gate and without a rotary embedding",
     "LlamaForCausalLMEagle": "an EAGLE-1 draft",
     "PEagleDraftModel": "P-EAGLE, which drafts all tokens in one pass",
     "PeagleLlamaForCausalLM": "P-EAGLE, which drafts all tokens in one pass",
@@ -25,17 +24,7 @@ _NO_EAGLE3 = {
 
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
-    """Read the folder if it is in the flat layout and no trace tells the trainer.
-
-    Args:
-        folder: the opened checkpoint.
-
-    Returns:
-        The draft's facts, or the reason why this dialect refuses the folder.
-
-    Raises:
-        CheckpointError: the folder is in this dialect and cannot be read.
-    """
+    """Read the folder if it is in the flat layout and no trace tells the trainer."""
     if "speculators_model_type" in folder.config:
         return "config.json has speculators_model_type, which the flat layout does not know"
     refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE, "LlamaForCausalLM"))

@@ -59,17 +59,20 @@ class Producer(NamedTuple):
             whether the head reads through the final norm, and the state before it is recycled.
         reads_rope_theta: whether training turned the rotary embedding as ``rope_theta`` says; otherwise with
             base 10000, unless the scaling is a multimodal one.
+        reads_mscale: whether training of an MLA draft also scaled rotation and softmax as yarn's ``mscale`` and
+            ``mscale_all_dim`` say; otherwise with neither.
     """
 
     layer_ids: IdMeaning
     order: Order
     norm_output_recycles: bool = True
     reads_rope_theta: bool = True
+    reads_mscale: bool = True
 
 
 PRODUCERS: dict[str, Producer] = {
     "angelslim": Producer("output", "as_listed", reads_rope_theta=False),
-    "automodel": Producer("output", "as_listed"),
+    "automodel": Producer("output", "as_listed", reads_mscale=False),
     "eagle": Producer("boundary", "ascending"),
     "modelopt": Producer("output", "ascending"),
     "specforge": Producer("output", "ascending", norm_output_recycles=False),

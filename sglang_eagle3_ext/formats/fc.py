@@ -134,7 +134,9 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
 def note_stock_fc(r: Reading, fc_in: int | None, hidden_size: int) -> None:
     """Note where stock sizes ``fc`` otherwise than the file."""
     d = r.dialect
-    count = d.num_aux or (len(d.stock.ids) if d.stock.ids else 3)
+    # The MLA class counts ids wherever they stand, and reads no other number.
+    counted, said = (d.ids, None) if d.latent is not None else (d.stock.ids, d.num_aux)
+    count = said or (len(counted) if counted else 3)
     width = (d.target_hidden_size or hidden_size) * count
     if fc_in is not None and fc_in == hidden_size:
         r.differences.append("stock skips fc, because its input is as wide as the draft")

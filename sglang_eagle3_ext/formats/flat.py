@@ -5,7 +5,7 @@ Most trainers write it. What they share is read here; what one of them means by 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,10 +13,11 @@ import msgspec
 from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.formats.layout import read
-from sglang_eagle3_ext.formats.reading import Dialect, LayerConfig, convert, report_unread
+from sglang_eagle3_ext.formats.reading import Dialect, LatentConfig, LayerConfig, convert, report_unread
 from sglang_eagle3_ext.spec import DraftSpec, IdMeaning, StockView, Verifier
 
 STOCK_ARCHITECTURE = "LlamaForCausalLMEagle3"
+STOCK_MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 _RENAMED = {
@@ -100,6 +101,10 @@ def read_flat(
     ids_settled: bool = True,
     layer_ids: Literal["output", "boundary"] | None = None,
     own_windows: bool = True,
+    latent: type[LatentConfig] | None = None,
+    rename: Callable[[str], str | None] = canonical,
+    rope_halves: bool = False,
+    stock_differences: Iterable[str] = (),
 ) -> DraftSpec:
     """Read a folder in the flat layout.
 
@@ -110,6 +115,10 @@ def read_flat(
         ids_settled: whether they also tell what an id means; the trainer's table then says it.
         layer_ids: the same where the dialect is no trainer's.
         own_windows: whether keys about sliding windows speak of the draft rather than of its target.
+        latent: the keys of its attention where that is MLA.
+        rename: file tensor name -> canonical name.
+        rope_halves: see ``Dialect``.
+        stock_differences: sentences on what stock makes of it otherwise, beside those that are found here.
 
     Returns:
         The draft's facts.
@@ -119,13 +128,14 @@ def read_flat(
     """
     place = f"{folder.path}/config.json"
     flat: FlatConfig = convert(folder.config, FlatConfig, place)
+    mla: LatentConfig | None = None if latent is None else convert(folder.config, latent, place)
     inner: NestedConfig = convert(flat.eagle_config or {}, NestedConfig, f"{place}:eagle_config")
     habits = PRODUCERS[producer] if producer is not None and ids_settled else None
     meaning: IdMeaning | None = habits.layer_ids if habits is not None else layer_ids
     ids, ids_place, meaning = _ids(folder, flat, inner, meaning)
     _refuse_unserved_keys(folder)
-    report_unread(folder, folder.config, FlatConfig, "")
-    report_unread(folder, nested(folder), NestedConfig, "eagle_config.")
+    report_unread(folder, folder.config, "", FlatConfig, *([] if latent is None else [latent]))
+    report_unread(folder, nested(folder), "eagle_config.", NestedConfig)
     flags = {
         key: _either(folder, key, getattr(flat, key), getattr(inner, key))
         for key in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "use_last_layernorm")
@@ -140,7 +150,7 @@ def read_flat(
             architecture=name,
             layer=flat if own_windows else msgspec.structs.replace(flat, sliding_window=None, layer_types=None),
             layer_place="config.json:",
-            canonical=canonical,
+            canonical=rename,
             target_hidden_size=flat.target_hidden_size,
             draft_vocab_size=flat.draft_vocab_size,
             ids=ids,
@@ -159,9 +169,15 @@ def read_flat(
             stock=StockView(
                 ids=None if stock_ids is None else tuple(stock_ids),
                 uses_aux=uses_aux,
-                loads=name == STOCK_ARCHITECTURE,
-                differences=tuple(_stock_differences(folder, name, flat, inner)),
+                loads=name in (STOCK_ARCHITECTURE, STOCK_MLA_ARCHITECTURE),
+                differences=(
+                    *_stock_differences(folder, name, flat, inner),
+                    *([] if mla is not None else _llama_differences(folder, name, flat)),
+                    *stock_differences,
+                ),
             ),
+            latent=mla,
+            rope_halves=rope_halves,
         ),
     )
 
@@ -224,14 +240,18 @@ def _stock_differences(folder: Folder, name: str, flat: FlatConfig, inner: Neste
     """Say in sentences what stock makes of the keys otherwise."""
     if name == "LlamaForCausalLM":
         yield f"stock takes architecture {name} for a plain language model"
-    elif name != STOCK_ARCHITECTURE:
+    elif name not in (STOCK_ARCHITECTURE, STOCK_MLA_ARCHITECTURE):
         yield f"stock refuses the architecture {name}"
-    elif "draft_vocab_size" not in folder.config:
-        yield "stock stops without the key draft_vocab_size"
-    if "target_hidden_size" in folder.config and flat.target_hidden_size is None:
-        yield "stock stops at target_hidden_size: null"
     for key in ("fc_norm", "norm_output"):
         if getattr(inner, key) and not getattr(flat, key):
             yield f"stock does not read {key} inside eagle_config"
     if folder.config.get("quantization_config"):
         yield "stock builds the layers as quantization_config says, and the file's weights are plain"
+
+
+def _llama_differences(folder: Folder, name: str, flat: FlatConfig) -> Iterator[str]:
+    """Say in sentences at what stock's Llama-type class stops."""
+    if name == STOCK_ARCHITECTURE and "draft_vocab_size" not in folder.config:
+        yield "stock stops without the key draft_vocab_size"
+    if "target_hidden_size" in folder.config and flat.target_hidden_size is None:
+        yield "stock stops at target_hidden_size: null"

@@ -148,7 +148,7 @@ def _dtype(r: Reading) -> str | None:
     if said:
         return said.removeprefix("torch.")
     names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    matrix = next((n for c, n in r.by_canonical.items() if c.endswith("q_proj.weight")), None)
+    matrix = next((n for c, n in r.by_canonical.items() if c.endswith(("q_proj.weight", "q_b_proj.weight"))), None)
     return names.get(r.folder.tensors[matrix].dtype) if matrix else None
 
 
@@ -184,23 +184,14 @@ def _shapes(
         yield "embed_tokens.weight", (vocab.target, hidden)
     if vocab.map != "none":
         yield "d2t", (vocab.draft,)
-    query, key = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     for i in range(attention.num_layers):
         prefix, width = f"layers.{i}.", 2 * hidden if i == 0 else hidden
         yield f"{prefix}input_layernorm.weight", (hidden,)
         if i == 0:
             yield f"{prefix}hidden_norm.weight", (hidden,)
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        for name, rows in (("q", query), ("k", key), ("v", key)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, width)
-            if attention.qkv_bias:
-                yield f"{prefix}self_attn.{name}_proj.bias", (rows,)
-        yield f"{prefix}self_attn.o_proj.weight", (hidden, query)
-        if attention.o_bias:
-            yield f"{prefix}self_attn.o_proj.bias", (hidden,)
-        if attention.qk_norm:
-            yield f"{prefix}self_attn.q_norm.weight", (attention.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (attention.head_dim,)
+        for name, shape in _attention_shapes(attention, hidden, width):
+            yield f"{prefix}self_attn.{name}", shape
         for name, rows, columns in (
             ("gate", intermediate, hidden),
             ("up", intermediate, hidden),
@@ -209,6 +200,34 @@ def _shapes(
             yield f"{prefix}mlp.{name}_proj.weight", (rows, columns)
             if mlp_bias:
                 yield f"{prefix}mlp.{name}_proj.bias", (rows,)
+
+
+def _attention_shapes(attention: Attention, hidden: int, width: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """List the tensors of one layer's attention, which reads ``width`` columns."""
+    latent, heads = attention.latent, attention.heads
+    query, key = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    if latent is not None:
+        if latent.q_lora_rank is None:
+            yield "q_proj.weight", (query, width)
+        else:
+            yield "q_a_proj.weight", (latent.q_lora_rank, width)
+            yield "q_a_layernorm.weight", (latent.q_lora_rank,)
+            yield "q_b_proj.weight", (query, latent.q_lora_rank)
+        yield "kv_a_proj_with_mqa.weight", (latent.kv_lora_rank + latent.qk_rope_head_dim, width)
+        yield "kv_a_layernorm.weight", (latent.kv_lora_rank,)
+        yield "kv_b_proj.weight", (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+        yield "o_proj.weight", (hidden, heads * latent.v_head_dim)
+        return
+    for name, rows in (("q", query), ("k", key), ("v", key)):
+        yield f"{name}_proj.weight", (rows, width)
+        if attention.qkv_bias:
+            yield f"{name}_proj.bias", (rows,)
+    yield "o_proj.weight", (hidden, query)
+    if attention.o_bias:
+        yield "o_proj.bias", (hidden,)
+    if attention.qk_norm:
+        yield "q_norm.weight", (attention.head_dim,)
+        yield "k_norm.weight", (attention.head_dim,)
 
 
 def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

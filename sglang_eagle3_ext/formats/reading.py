@@ -26,6 +26,7 @@ _INERT = "rotary_emb.inv_freq"
 LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
 
 _MODEL_DEFAULTS: dict[str, dict[str, float]] = {
+    "deepseek_v3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     "llama4_text": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     "mistral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
@@ -68,6 +69,18 @@ class LayerConfig(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
 
 
+class LatentConfig(msgspec.Struct, frozen=True):
+    """The keys that describe multi-head latent attention, in DeepSeek's words."""
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    qk_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool | None = None
+
+
 @dataclass(frozen=True)
 class Dialect:
     """One dialect's reading of one checkpoint.
@@ -94,6 +107,8 @@ class Dialect:
         producer: the trainer, where the dialect belongs to one.
         verifier: what the checkpoint records about its target.
         stock: what stock finds in it; sentences common to all dialects are added later.
+        latent: the keys of its attention where that is MLA.
+        rope_halves: whether its tensors tell a trainer that rotates halves though the key for it is absent.
     """
 
     format: str
@@ -117,6 +132,8 @@ class Dialect:
     producer: str | None
     verifier: Verifier
     stock: StockView
+    latent: LatentConfig | None = None
+    rope_halves: bool = False
 
 
 def convert(value: object, kind: type[msgspec.Struct], place: str, code: str = "config_type") -> Any:
@@ -163,9 +180,10 @@ _INERT_KEYS = frozenset((
 are looked at elsewhere."""
 
 
-def report_unread(folder: Folder, config: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
+def report_unread(folder: Folder, config: Mapping[str, Any], prefix: str, *kinds: type[msgspec.Struct]) -> None:
     """Report the keys of a config object that nothing reads, so that none is dropped in silence."""
-    unread = sorted(set(config) - set(kind.__struct_fields__) - _INERT_KEYS)
+    read = {key for kind in kinds for key in kind.__struct_fields__}
+    unread = sorted(set(config) - read - _INERT_KEYS)
     if unread:
         folder.add(
             "info",
@@ -310,7 +328,9 @@ class Reading:
             return declared
         self.origins[key] = "default"
         fallback = _MODEL_DEFAULTS["llama"] | {"rope_theta": 10000.0}
-        return (fallback | _MODEL_DEFAULTS.get(self.layer.model_type or "llama", {}))[key]
+        # Configs of MLA drafts are read with DeepSeek's class, whatever they call themselves (``kimi_k2``).
+        kind = self.layer.model_type or "llama" if self.dialect.latent is None else "deepseek_v3"
+        return (fallback | _MODEL_DEFAULTS.get(kind, {}))[key]
 
     def report_value(self, place: str, got: object, expected: str) -> None:
         """Report a value of the right type that no draft can have."""

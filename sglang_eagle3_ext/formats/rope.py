@@ -1,14 +1,15 @@
-"""The draft's rotary embedding, in the three spellings that configs use."""
+"""The draft's rotary embedding, in the three spellings that configs use, and as latent attention has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS
-from sglang_eagle3_ext.formats.reading import Reading
+from sglang_eagle3_ext.formats.reading import LatentConfig, Reading
 from sglang_eagle3_ext.spec import Rope
 
 _BASE = 10000.0
@@ -31,6 +32,9 @@ _ROPE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Kinds of rope scaling and, for each, the keys it needs (of a group, one)."""
 
+_LATENT_KINDS = ("default", "yarn", "deepseek_yarn")
+"""Kinds that latent attention can be served with: SGLang takes every other for yarn."""
+
 
 def read_rope(r: Reading) -> Rope:
     declared = r.folder.declared
@@ -45,7 +49,59 @@ def read_rope(r: Reading) -> Rope:
         r.origins["rope_scaling"] = declared.origins["rope_scaling"]
     if (theta, scaling) != (stored.theta, stored.scaling):
         r.differences.append(f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling")
-    return Rope(theta, scaling, stored.partial_rotary_factor)
+    rope = Rope(theta, scaling, stored.partial_rotary_factor)
+    return rope if r.dialect.latent is None else _latent_rope(r, rope, r.dialect.latent)
+
+
+def _latent_rope(r: Reading, rope: Rope, keys: LatentConfig) -> Rope:
+    """Settle which elements are rotated together, and check what latent attention cannot do."""
+    place, scaling = r.dialect.layer_place, rope.scaling or {}
+    kind = "mrope" if "mrope_section" in scaling else scaling.get("rope_type", "default")
+    if isinstance(kind, str) and kind not in _LATENT_KINDS:
+        r.folder.add(
+            "error",
+            "rope_type",
+            f"{place}rope_scaling",
+            f"got rope_type {kind!r} for latent attention; expected one of {', '.join(_LATENT_KINDS)}. Such a draft "
+            "cannot be served.",
+        )
+    if rope.partial_rotary_factor != 1.0:
+        r.report_value(
+            f"{place}partial_rotary_factor",
+            rope.partial_rotary_factor,
+            "1 or nothing, since qk_rope_head_dim says how much of a head is rotated",
+        )
+    factors = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
+    odd = {key: value for key, value in factors.items() if not isinstance(value, int | float | None)}
+    for key, value in odd.items():
+        r.report_value(f"{place}rope_scaling.{key}", value, "a number")
+    absent = [key for key, value in factors.items() if value is None]
+    if len(absent) == 1 and kind in ("yarn", "deepseek_yarn"):
+        r.folder.add(
+            "warning",
+            "rope_mscale",
+            f"{place}rope_scaling",
+            f"got mscale {factors['mscale']} and mscale_all_dim {factors['mscale_all_dim']}; expected both or neither. "
+            "The absent one was taken as mscale 1 and mscale_all_dim 0, as stock does; transformers ignores the other "
+            "one as well. Write both.",
+        )
+    if not r.dialect.rope_halves:
+        r.origins["rope_interleave"] = "default" if keys.rope_interleave is None else "config"
+        if keys.rope_interleave is False:
+            r.differences.append("stock rotates halves of a head with CUDA only")
+        return replace(rope, interleaved=keys.rope_interleave is not False)
+    r.origins["rope_interleave"] = "weights"
+    if keys.rope_interleave is not False:
+        r.folder.add(
+            "warning" if keys.rope_interleave else "info",
+            "rope_halves",
+            f"{place}rope_interleave",
+            f"got {keys.rope_interleave!r} beside a tensor kv_a_proj; this is TorchSpec's name from when it rotated "
+            "element i with element i + width / 2, and the draft is read so. If training rotated neighbours, rename "
+            "the tensor to kv_a_proj_with_mqa.",
+        )
+        r.differences.append("stock rotates neighbouring elements together")
+    return replace(rope, interleaved=False)
 
 
 def _trained(r: Reading, stored: Rope) -> Rope:
@@ -53,7 +109,11 @@ def _trained(r: Reading, stored: Rope) -> Rope:
     declared, scaling = r.folder.declared, stored.scaling
     name = r.ext.producer if isinstance(r.ext.producer, str) else r.dialect.producer
     producer = PRODUCERS.get(name or "")
-    if producer is None or producer.reads_rope_theta or "mrope_section" in (scaling or {}):
+    if producer is None or "mrope_section" in (scaling or {}):
+        return stored
+    if not producer.reads_mscale and r.dialect.latent is not None:
+        return _without_mscale(r, stored, str(name))
+    if producer.reads_rope_theta:
         return stored
     if scaling is not None and scaling["rope_type"] == "dynamic":
         # Its trainer goes by the factor alone, and a factor of one scales nothing.
@@ -75,6 +135,28 @@ def _trained(r: Reading, stored: Rope) -> Rope:
             '"eagle3_ext": {"rope_theta": ...}.',
         )
     return trained
+
+
+def _without_mscale(r: Reading, stored: Rope, producer: str) -> Rope:
+    """Take the scaling of an MLA draft whose trainer stretches angles as yarn does and scales nothing else."""
+    scaling = stored.scaling
+    if scaling is None or scaling["rope_type"] not in ("yarn", "deepseek_yarn"):
+        return stored
+    # Zero is how yarn spells a factor of one.
+    trained = {**scaling, "mscale": 0.0, "mscale_all_dim": 0.0}
+    if trained == scaling:
+        return stored
+    declared = r.folder.declared
+    r.origins["rope_scaling"] = declared.origins.get("producer", "default")
+    if "rope_scaling" not in declared.origins:
+        r.folder.add(
+            "info" if declared.producer is not None else "warning",
+            "rope_not_as_written",
+            f"{r.dialect.layer_place}rope_scaling",
+            f"got {dict(scaling)}, of which {producer} reads neither mscale nor mscale_all_dim in training; both were "
+            'taken as 0. If this draft was trained otherwise, set "eagle3_ext": {"rope_scaling": ...}.',
+        )
+    return replace(stored, scaling=trained)
 
 
 def _stored_rope(r: Reading) -> Rope:

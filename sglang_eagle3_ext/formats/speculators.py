@@ -52,17 +52,7 @@ def _canonical(name: str) -> str | None:
 
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
-    """Read the folder if it is in the layout of speculators.
-
-    Args:
-        folder: the opened checkpoint.
-
-    Returns:
-        The draft's facts, or the reason why this dialect refuses the folder.
-
-    Raises:
-        CheckpointError: the folder is in this dialect and cannot be read.
-    """
+    """Read the folder if it is in the layout of speculators."""
     kind = folder.config.get("speculators_model_type")
     if kind is None:
         return "config.json has no speculators_model_type"
@@ -80,8 +70,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
         LayerConfig,
         f"{place}:transformer_layer_config",
     )
-    report_unread(folder, folder.config, SpeculatorsConfig, "")
-    report_unread(folder, config.transformer_layer_config, LayerConfig, "transformer_layer_config.")
+    report_unread(folder, folder.config, "", SpeculatorsConfig)
+    report_unread(folder, config.transformer_layer_config, "transformer_layer_config.", LayerConfig)
     recorded = (config.speculators_config or {}).get("verifier") or {}
     verifier: VerifierConfig = convert(recorded, VerifierConfig, f"{place}:speculators_config.verifier")
     architecture = config.architectures[0] if config.architectures else "Eagle3Speculator"

@@ -16,17 +16,7 @@ def find_trace(folder: Folder) -> str | None:
 
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
-    """Read the folder if TorchSpec exported it.
-
-    Args:
-        folder: the opened checkpoint.
-
-    Returns:
-        The draft's facts, or the reason why this dialect refuses the folder.
-
-    Raises:
-        CheckpointError: the folder is in this dialect and cannot be read.
-    """
+    """Read the folder if TorchSpec exported it."""
     refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE,))
     if refusal is not None:
         return refusal

@@ -17,17 +17,7 @@ ARCHITECTURES = (
 
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
-    """Read the folder if it was written for vLLM.
-
-    Args:
-        folder: the opened checkpoint.
-
-    Returns:
-        The draft's facts, or the reason why this dialect refuses the folder.
-
-    Raises:
-        CheckpointError: the folder is in this dialect and cannot be read.
-    """
+    """Read the folder if it was written for vLLM."""
     refusal = refuse_architecture(folder, ARCHITECTURES)
     if refusal is not None:
         return refusal

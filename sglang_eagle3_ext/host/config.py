@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ DRAFT_KEY = "eagle3_ext_draft"
 """Attribute of a draft's hf_config that says the draft is served by this package (JSON text, see draft_key)."""
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 
 
 def draft_key(path: str, revision: str | None, override: Mapping[str, Any] | None) -> str:
@@ -102,13 +104,12 @@ def ext_override(model_override_args: Mapping[str, Any]) -> Mapping[str, Any] | 
 def draft_hf_fields(spec: DraftSpec) -> dict[str, Any]:
     """Spell a draft as the hf_config fields that SGLang sizes buffers, KV pools and logits from."""
     fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURE if spec.attention.latent is None else MLA_ARCHITECTURE],
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.attention.num_layers,
         "num_attention_heads": spec.attention.heads,
         "num_key_value_heads": spec.attention.kv_heads,
-        "head_dim": spec.attention.head_dim,
         "vocab_size": spec.vocab.target,
         "draft_vocab_size": None if spec.lm_head == "target" else spec.vocab.draft,
         "tie_word_embeddings": spec.lm_head == "tied",
@@ -119,6 +120,11 @@ def draft_hf_fields(spec: DraftSpec) -> dict[str, Any]:
         "bias": spec.attention.o_bias,
         "eagle_config": {"use_aux_hidden_state": spec.num_sources > 0},
     }
+    if spec.attention.latent is None:
+        fields["head_dim"] = spec.attention.head_dim
+    else:
+        # The model class lays halves out as neighbours, which SGLang rotates on every device.
+        fields |= {**asdict(spec.attention.latent), "rope_interleave": True}
     if spec.num_sources:
         fields["num_aux_hidden_states"] = spec.num_sources
         fields["target_hidden_size"] = spec.target_hidden_size
@@ -153,16 +159,83 @@ def normalise_draft_config(_result: Any, model_config: Any) -> None:
         )
         return
     fields = draft_hf_fields(spec)
-    # What SGLang finds in the config itself stays as it is written there.
-    if spec.origins["rope_theta"] != "config" or spec.origins["rope_scaling"] not in ("config", "default"):
+    # What SGLang finds in the config itself stays as it is written there; of latent attention it scales by it.
+    if (
+        spec.attention.latent is not None
+        or spec.origins["rope_theta"] != "config"
+        or spec.origins["rope_scaling"] not in ("config", "default")
+    ):
         fields["rope_parameters"] = rope_parameters(spec)
     for name, value in fields.items():
         if name not in model_config.model_override_args and getattr(hf_config, name, _ABSENT) != value:
             setattr(hf_config, name, value)
+    for name in _TARGETS_QUANTISATION:
+        if name not in model_config.model_override_args and hasattr(hf_config, name):
+            delattr(hf_config, name)
     setattr(hf_config, DRAFT_KEY, draft_key(path, revision, override))
 
 
 _ABSENT = object()
+_TARGETS_QUANTISATION = ("quantization_config", "compression_config")
+"""Keys that a draft's config has from its target: a draft of ours is stored unquantised, or was refused."""
+
+
+def _spec_of(model_config: Any) -> DraftSpec | None:
+    """Return the draft that a config of SGLang's stands for; ``None`` for every model that is not ours."""
+    key = getattr(model_config.hf_config, DRAFT_KEY, None)
+    return None if key is None else _read(key)
+
+
+def read_no_quantisation(original: Any, model_config: Any) -> Any:
+    """Keep a target's ``hf_quant_config.json`` away from a plain draft (AROUND ``_parse_quant_hf_config``)."""
+    return original(model_config) if _spec_of(model_config) is None else None
+
+
+def inherit_no_quantisation(model_config: Any) -> None:
+    """Drop a ``--quantization`` that was meant for the target (BEFORE ``_verify_quantization``).
+
+    SGLang hands the target's to the draft. A method that quantises while it loads serves a plain draft, too; one
+    that reads a quantised checkpoint stops at it.
+    """
+    method = model_config.quantization
+    if method is None or model_config.is_draft_quantization_explicit or _spec_of(model_config) is None:
+        return
+    if needs_quantised_checkpoint(method):
+        logger.info(
+            "%s: stored unquantised and served so; --quantization %s, which needs a quantised checkpoint, is the "
+            "target's alone.",
+            model_config.model_path,
+            method,
+        )
+        model_config.quantization = None
+
+
+def needs_quantised_checkpoint(method: str) -> bool:
+    """Say whether a quantisation method of SGLang's stops at plain weights."""
+    from sglang.srt.layers.quantization import get_quantization_config
+
+    # SGLang itself quantises plain weights with the methods that have no file of their own, and with this one.
+    return bool(get_quantization_config(method).get_config_filenames()) and method != "modelopt_fp4"
+
+
+def extend_positions(model_config: Any, context_length: int | None) -> None:
+    """Let the draft follow the target to its last position (BEFORE ``_derive_context_length``).
+
+    Stock stops where the target's context is longer than the draft's. A rotation goes on by itself; scalings that
+    fall back on the draft's own length keep it.
+    """
+    spec = _spec_of(model_config)
+    if spec is None or context_length is None or not 0 < assembly.positions(spec) < context_length:
+        return
+    config = model_config.hf_text_config
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("rope_type") in _STRETCHED_FROM_LENGTH:
+        rope.setdefault("original_max_position_embeddings", spec.max_position_embeddings)
+    config.max_position_embeddings = context_length
+
+
+_STRETCHED_FROM_LENGTH = ("yarn", "deepseek_yarn", "longrope", "su")
+"""Scalings that take ``max_position_embeddings`` for the trained length where nothing else gives it."""
 
 
 def parse_draft_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +273,9 @@ def parse_draft_config(original: Any, parser: Any, model: Any, *args: Any, **kwa
 def parse_mistral_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Parse a draft whose path makes SGLang look for Mistral's own ``params.json`` (AROUND that parser's ``parse``)."""
     config = peek(str(model), kwargs.get("revision"))
-    if ARCHITECTURE in (config.get("architectures") or ()) or {"speculators_model_type", "eagle3_ext"} & set(config):
+    if formats.ARCHITECTURES & set(config.get("architectures") or ()) or (
+        {"speculators_model_type", "eagle3_ext"} & set(config)
+    ):
         from sglang.srt.configs.model_config_parser_registry import get_model_config_parser
 
         return get_model_config_parser("hf").parse(model, *args, **kwargs)
@@ -223,6 +298,7 @@ def target_facts(model_config: Any) -> TargetFacts:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         reading=assembly.stock_reading(architecture),
+        context=model_config.context_len,
     )
 
 

@@ -40,6 +40,9 @@ class Row:
 
 LAUNCHER_SEAM = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
 DRAFT_CONFIG_SEAM = "sglang.srt.configs.model_config.ModelConfig._config_draft_model"
+QUANTISATION_FILE_SEAM = "sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config"
+QUANTISATION_SEAM = "sglang.srt.configs.model_config.ModelConfig._verify_quantization"
+CONTEXT_SEAM = "sglang.srt.configs.model_config.ModelConfig._derive_context_length"
 CONFIG_PARSER_SEAM = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 MISTRAL_PARSER_SEAM = "sglang.srt.utils.hf_transformers.config.MistralModelConfigParser.parse"
 MODEL_CLASS_SEAM = "sglang.srt.model_loader.utils.get_model_architecture"
@@ -51,6 +54,14 @@ CAPTURE_SEAM = (
 )
 FINAL_NORM_SEAM = "sglang.srt.layers.layer_boundary.residual.batch.final_norm"
 REPORT_SEAM = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backends"
+ACCEPT_SEAM = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
+)
+WEIGHTS_SEAM = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
+)
 
 _UPSTREAM = "SGLang resolves, checks and prints a draft's assembly itself"
 _LAYERS = "sglang.srt.layers"
@@ -61,9 +72,26 @@ def _part(target: str, *parameters: str) -> Row:
     return Row(target, "call", parameters, "models", "build the draft out of SGLang's own layers", _UPSTREAM)
 
 
+def _stream(target: str, parameters: tuple[str, ...], why: str) -> Row:
+    """What the capture of the target's residual stream relies on."""
+    return Row(target, "call", parameters, "models", why, "SGLang captures by boundary, in the order asked for")
+
+
+def _probe(target: str, *parameters: str) -> Row:
+    """What one prefill of our own, outside SGLang's scheduler, needs."""
+    why = "run and watch a prefill of a few tokens before a graph is captured, to prove the captured states"
+    return Row(target, "call", parameters, "models", why, _UPSTREAM)
+
+
+def _counted(target: str, kind: Literal["hook", "call", "value"], parameters: tuple[str, ...], why: str) -> Row:
+    """What the watch reads at run time."""
+    return Row(target, kind, parameters, "start", why, "SGLang counts acceptance for each draft position")
+
+
 _PLATFORM = "SGLang serves EAGLE-3 on CPUs without a compiled kernel package"
 _OPERATOR = "SGLang has a PyTorch form of this operator, or a platform seam for it"
 _SPECULATIVE = "sglang.kernels.ops.speculative"
+_DEEPSEEK = "sglang.srt.models.deepseek_common"
 
 
 def _operator(target: str, parameters: tuple[str, ...], why: str) -> Row:
@@ -127,6 +155,36 @@ CPU_ROWS: tuple[Row, ...] = (
         "skip slots that stay where they are",
     ),
     _platform("sglang.srt.mem_cache.memory_pool.KVWriteLoc", "call", (), "write keys and values"),
+    *(
+        _platform(target, "call", parameters, "run latent attention absorbed, in every pass")
+        for target, parameters in (
+            ("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.set_kv_buffer", ("cache_k", "cache_v")),
+            (f"{_DEEPSEEK}.attention_backend_handler.AttentionBackendRegistry.register", ("handler_func",)),
+            ("sglang.srt.configs.model_config.ModelConfig.get_num_kv_heads", ("tensor_parallel_size",)),
+        )
+    ),
+    _operator(
+        f"{_LAYERS}.rotary_embedding.factory.get_rope_cpu",
+        (
+            "head_size",
+            "rotary_dim",
+            "max_position",
+            "base",
+            "is_neox_style",
+            "rope_scaling",
+            "dtype",
+            "partial_rotary_factor",
+            "device",
+        ),
+        "rotate in latent attention without yarn scaling too",
+    ),
+    _platform(f"{_LAYERS}.rotary_embedding.factory.get_rope", "call", ("head_size", "rotary_dim"), "likewise"),
+    _platform(
+        f"{_DEEPSEEK}.attention_forward_methods.forward_methods.AttnForwardMethod.MLA", "value", (), "name that way"
+    ),
+    _platform(
+        "sglang.srt.configs.model_config.is_deepseek_dsa", "call", ("config",), "refuse sparse attention by an indexer"
+    ),
     _platform(
         f"{_LAYERS}.attention.attention_registry.register_attention_backend", "call", ("name",), "register the backend"
     ),
@@ -298,6 +356,46 @@ ROWS: tuple[Row, ...] = (
         "SGLang asks the draft class for these",
     ),
     Row(
+        QUANTISATION_FILE_SEAM,
+        "hook",
+        ("self",),
+        "start",
+        "keep a target's quantisation, copied beside a plain draft, from being applied to it",
+        "SGLang looks at the draft's tensors before it quantises",
+    ),
+    Row(
+        QUANTISATION_SEAM,
+        "hook",
+        ("self",),
+        "start",
+        "keep a plain draft from inheriting a --quantization that reads quantised checkpoints",
+        "SGLang looks at the draft's tensors before it quantises",
+    ),
+    Row(
+        "sglang.srt.layers.quantization.get_quantization_config",
+        "call",
+        ("quantization",),
+        "models",
+        "know which methods read quantised checkpoints",
+        "SGLang looks at the draft's tensors before it quantises",
+    ),
+    Row(
+        CONTEXT_SEAM,
+        "hook",
+        ("self", "context_length"),
+        "start",
+        "let a draft with fewer positions than its target follow it to the end of its context",
+        "SGLang lets a draft's rotation go on",
+    ),
+    Row(
+        "sglang.srt.arg_groups.overrides.declare_resolution",
+        "call",
+        ("server_args", "source", "fields"),
+        "start",
+        "give a Llama-type draft an attention backend of its own beside a target on a latent one",
+        "SGLang chooses the draft's backend by the draft's attention",
+    ),
+    Row(
         CONFIG_PARSER_SEAM,
         "hook",
         ("self", "model", "trust_remote_code", "revision"),
@@ -370,6 +468,44 @@ ROWS: tuple[Row, ...] = (
         "log the start-up block once embeddings, heads and attention backends are settled",
         _UPSTREAM,
     ),
+    _counted(ACCEPT_SEAM, "hook", ("self", "result", "batch"), "read the accepted counts once they are on the host"),
+    _counted(WEIGHTS_SEAM, "hook", ("self", "weight_version"), "start the watch anew when weights were updated"),
+    _counted(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        "value",
+        ("num_correct_drafts_per_req_cpu", "speculative_num_draft_tokens"),
+        "accepted and proposed drafts of a verify step",
+    ),
+    _counted(
+        "sglang.srt.managers.schedule_batch.Req",
+        "value",
+        ("rid", "sampling_params"),
+        "tell requests apart, and greedy ones from sampled ones",
+    ),
+    _counted(
+        "sglang.srt.managers.schedule_batch.Req.finished",
+        "call",
+        ("self",),
+        "leave out a verify step behind a request's end, as SGLang's own counts do",
+    ),
+    _counted(
+        "sglang.srt.sampling.sampling_params.SamplingParams",
+        "value",
+        ("top_k",),
+        "1 when a request decodes greedily",
+    ),
+    _counted(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        "value",
+        ("metrics_collector", "metrics_collector_context"),
+        "know whether this rank exports metrics",
+    ),
+    _counted(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+        "value",
+        ("labels",),
+        "put SGLang's labels on the series per draft position",
+    ),
     Row(
         "sglang.srt.plugins.hook_registry.HookRegistry.register",
         "call",
@@ -411,11 +547,19 @@ ROWS: tuple[Row, ...] = (
         _UPSTREAM,
     ),
     Row(
-        "sglang.srt.models.llama_eagle3.LlamaModel",
+        "sglang.srt.models.kimi_k25_eagle3.Eagle3DeepseekV2ForCausalLM",
         "subclass",
-        ("config", "quant_config", "prefix"),
+        (),
         "models",
-        "the draft's module tree, whose attribute names worker code relies on",
+        "the same for MLA drafts",
+        _UPSTREAM,
+    ),
+    Row(
+        "sglang.srt.models.kimi_k25_eagle3.Eagle3DeepseekV2ForCausalLM.post_load_weights",
+        "subclass",
+        ("self",),
+        "models",
+        "absorb the projections of keys and values in every layer",
         _UPSTREAM,
     ),
     Row(
@@ -426,23 +570,67 @@ ROWS: tuple[Row, ...] = (
         "tell feature passes from recurrent passes",
         "never; passes are known from it",
     ),
-    Row(
-        "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare",
-        "call",
+    _stream(
+        f"{_LAYERS}.layer_boundary.stage.StageBoundary.prepare",
         ("hidden_states", "forward_batch"),
-        "models",
-        "hands out boundary b before layer b (capture= of an attention stage)",
-        "SGLang captures by boundary, in the order asked for",
+        "wrapped on each captured layer's attention stage, to ask for boundary b before layer b",
     ),
-    Row(
-        "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
-        "call",
-        ("input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states"),
-        "models",
-        "receives the captured states",
-        "SGLang captures by boundary, in the order asked for",
+    _stream(
+        f"{_LAYERS}.layer_boundary.stage.StageBoundary._prepare_attention",
+        ("hidden_states", "forward_batch", "capture", "capture_gathered"),
+        "hands out boundary b, on the producer's rows or on the attention's, as the layer's class does",
     ),
+    _stream(
+        f"{_LAYERS}.layer_boundary.factories.StageDeclaration",
+        ("read",),
+        "its read tells a plain stream from hyper-connections, whose stream is wider than the target",
+    ),
+    _stream(
+        "sglang.srt.models.gemma3_causal.Gemma3DecoderLayer.forward",
+        ("hidden_states", "residual"),
+        "take the stream where it travels as a contribution and its residual",
+    ),
+    _probe(f"{_LAYERS}.layer_boundary.residual.batch.snapshot", "hidden_states", "forward_batch"),
+    _probe("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode"),
+    _probe("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "out_cache_loc", "capture_hidden_mode"),
+    _probe("sglang.srt.model_executor.forward_batch_info.ForwardBatch._init_num_token_non_padded", "device"),
+    _probe("sglang.srt.model_executor.forward_context.ForwardContext", "attn_backend"),
+    _probe("sglang.srt.model_executor.forward_context.forward_context", "ctx", "forward_batch"),
+    _probe("sglang.srt.model_executor.model_runner.ModelRunner._prepare_eager_forward_batch", "forward_batch"),
+    _probe("sglang.srt.model_executor.model_runner.ModelRunner.prepare_dummy_forward_batch", "forward_batch"),
+    _probe("sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.bind_runner_slots", "forward_batch"),
+    _probe("sglang.srt.runtime_context.get_model"),
+    _probe("sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim", "model_runner"),
+    _probe("sglang.srt.speculative.eagle_utils.get_draft_recurrent_hidden_state_spec", "model_runner"),
+    _probe("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker", "target_worker"),
+    _probe("sglang.srt.utils.require_mlp_sync"),
+    _probe("sglang.srt.utils.require_mlp_tp_gather"),
     _part(f"{_LAYERS}.layer_boundary.layer_stack"),
+    _part(f"{_LAYERS}.layer_boundary.AttentionInputs", "hidden_states", "forward_batch", "qkv_latent_func"),
+    _part(f"{_LAYERS}.layer_boundary.get_attn_tp_context"),
+    _part(f"{_LAYERS}.linear.ColumnParallelLinear", "input_size", "output_size", "bias", "prefix", "parallel_group"),
+    _part(f"{_LAYERS}.linear.ReplicatedLinear", "input_size", "output_size", "bias", "prefix"),
+    _part(
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA",
+        "hidden_size",
+        "num_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "rope_theta",
+        "rope_scaling",
+        "layer_id",
+        "reduce_results",
+    ),
+    _part(
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.forward",
+        "positions",
+        "hidden_states",
+        "forward_batch",
+        "zero_allocator",
+    ),
+    _part("sglang.srt.models.deepseek_v2.DeepseekV2MLP", "hidden_size", "intermediate_size", "hidden_act", "prefix"),
+    _part("sglang.srt.runtime_context.get_device"),
+    _part("sglang.srt.utils.BumpAllocator", "buffer_size", "dtype", "device"),
     _part(f"{_LAYERS}.layernorm.RMSNorm", "hidden_size", "eps"),
     _part(f"{_LAYERS}.linear.QKVParallelLinear", "hidden_size", "head_size", "total_num_heads", "bias", "prefix"),
     _part(f"{_LAYERS}.linear.MergedColumnParallelLinear", "input_size", "output_sizes", "bias", "prefix"),

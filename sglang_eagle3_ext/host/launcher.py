@@ -18,6 +18,14 @@ logger = logging.getLogger(__name__)
 
 _OTHER_ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE")
 
+LATENT_ONLY_BACKENDS = frozenset(
+    {"compressed", "cutedsl_mla", "dsa", "dsv4", "flashmla", "nsa", "tokenspeed_mla", "trtllm_mla"}
+)
+"""SGLang's attention backends that serve latent attention (or DeepSeek's sparse one) and nothing else."""
+
+GROUPED_BACKEND = "triton"
+"""The backend that a draft with grouped attention gets beside a target on one of them."""
+
 
 def check_draft(server_args: Any) -> None:
     """Check that the draft can be read and fits the algorithm (BEFORE ``handle_speculative_decoding``).
@@ -73,6 +81,7 @@ def check_launch(_result: Any, server_args: Any) -> None:
         findings = [*plan.findings, *flag_findings(args, server_args.speculative_num_draft_tokens, spec)]
         if any(f.severity == "error" for f in findings):
             raise CheckpointError.from_findings(findings)
+    _settle_draft_backend(server_args, args, spec)
 
 
 @contextmanager
@@ -111,6 +120,24 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "--enable-two-batch-overlap: got it with an EAGLE-3 draft; expected it to be off, because SGLang's "
             "overlapped path captures no hidden states. Drop the flag.",
         )
+    if args.attn_dp_size > 1 and spec.num_sources:
+        yield Finding(
+            "error",
+            "attention_data_parallel",
+            f"--attn-dp-size: got {args.attn_dp_size}; expected 1, because ranks then pad, gather and idle for each "
+            "other, and nothing has shown yet that captured states keep to the rows of their own requests. Use tensor "
+            "parallelism, or EAGLE3_EXT=off for stock's capture.",
+        )
+    method = args.speculative_draft_model_quantization
+    # What SGLang took over from --quantization is settled where the draft's config is read.
+    is_own = method is not None and args._speculative_draft_quantization_explicitly_set
+    if is_own and config.needs_quantised_checkpoint(method):
+        yield Finding(
+            "error",
+            "draft_quantization",
+            f"--speculative-draft-model-quantization: got {method}, which reads a quantised checkpoint; "
+            f"{spec.path} is stored unquantised. Pass unquant, or a method that quantises while it loads.",
+        )
     steps, topk, tokens = (
         args.speculative_num_steps,
         args.speculative_eagle_topk,
@@ -127,17 +154,28 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             logger.warning("sglang-eagle3: %s", message)
 
 
+def _settle_draft_backend(server_args: Any, args: Any, spec: DraftSpec) -> None:
+    """Give the draft a backend of its own where it would inherit one that cannot compute its attention."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if spec.attention.kind == "mla" or args.speculative_draft_attention_backend is not None:
+        return
+    named = (args.decode_attention_backend, args.prefill_attention_backend, args.attention_backend)
+    latent = next((name for name in named if name in LATENT_ONLY_BACKENDS), None)
+    if latent is None:
+        return
+    logger.warning(
+        "sglang-eagle3: --attention-backend: the target runs on %s, which cannot compute the draft's grouped "
+        "attention; the draft runs on %s. --speculative-draft-attention-backend names another.",
+        latent,
+        GROUPED_BACKEND,
+    )
+    declare_resolution(server_args, "sglang-eagle3-ext", speculative_draft_attention_backend=GROUPED_BACKEND)
+
+
 def _is_eagle3_draft(draft: str, revision: str | None, override: Mapping[str, Any] | None) -> bool:
     """Say whether a checkpoint is an EAGLE-3 draft; one that cannot be read is stock's business here."""
-    declared = config.peek(draft, revision)
-    if "eagle3_ext" in declared:
-        return True
-    # The EAGLE repository writes its EAGLE-3 drafts as plain Llamas; only their tensors tell.
-    if not {config.ARCHITECTURE, "LlamaForCausalLM"} & set(declared.get("architectures") or ()) and (
-        "speculators_model_type" not in declared
-    ):
-        return False
     try:
         return config.read_spec(draft, revision, override) is not None
     except CheckpointError:
-        return False
+        return "eagle3_ext" in config.peek(draft, revision)

@@ -65,15 +65,23 @@ def place_hooks() -> None:
     """Place every hook of the contract."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_eagle3_ext.host import capture, config, contract, launcher, startup
+    from sglang_eagle3_ext.host import capture, config, contract, launcher, startup, watch
+    from sglang_eagle3_ext.host.switches import read_switches
 
     HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_draft, HookType.BEFORE)
     HookRegistry.register(contract.LAUNCHER_SEAM, launcher.check_launch, HookType.AFTER)
     HookRegistry.register(contract.CONFIG_PARSER_SEAM, config.parse_draft_config, HookType.AROUND)
     HookRegistry.register(contract.MISTRAL_PARSER_SEAM, config.parse_mistral_config, HookType.AROUND)
     HookRegistry.register(contract.DRAFT_CONFIG_SEAM, config.normalise_draft_config, HookType.AFTER)
+    HookRegistry.register(contract.QUANTISATION_FILE_SEAM, config.read_no_quantisation, HookType.AROUND)
+    HookRegistry.register(contract.QUANTISATION_SEAM, config.inherit_no_quantisation, HookType.BEFORE)
+    HookRegistry.register(contract.CONTEXT_SEAM, config.extend_positions, HookType.BEFORE)
     HookRegistry.register(contract.MODEL_CLASS_SEAM, startup.register_models, HookType.BEFORE)
     HookRegistry.register(contract.PLAN_SEAM, config.resolve_plan, HookType.AFTER)
     HookRegistry.register(contract.CAPTURE_SEAM, capture.configure_capture, HookType.AROUND)
     HookRegistry.register(contract.FINAL_NORM_SEAM, capture.final_norm, HookType.AROUND)
     HookRegistry.register(contract.REPORT_SEAM, startup.report, HookType.AFTER)
+    if read_switches().watch:
+        HookRegistry.register(contract.REPORT_SEAM, watch.start, HookType.AFTER)
+        HookRegistry.register(contract.ACCEPT_SEAM, watch.count, HookType.AFTER)
+        HookRegistry.register(contract.WEIGHTS_SEAM, watch.restart, HookType.AFTER)

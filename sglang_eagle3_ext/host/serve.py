@@ -22,6 +22,7 @@ from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.formats import folder
 from sglang_eagle3_ext.host import config, doctor
 from sglang_eagle3_ext.host.cpu import BACKEND
+from sglang_eagle3_ext.host.launcher import GROUPED_BACKEND, LATENT_ONLY_BACKENDS
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, TargetFacts
 
@@ -30,11 +31,6 @@ _PLATFORM = "eagle3_ext"
 
 # Short enough to pay at any batch size; a tree is verified whole, so it stays small.
 _STEPS, _TREE_TOKENS = 3, 8
-
-_LATENT_ONLY = frozenset(
-    {"compressed", "cutedsl_mla", "dsa", "dsv4", "flashmla", "nsa", "tokenspeed_mla", "trtllm_mla"}
-)
-"""SGLang's attention backends that serve latent attention (or DeepSeek's sparse one) and nothing else."""
 
 _TRTLLM_MLA_ON_SM100 = frozenset(
     {
@@ -397,11 +393,11 @@ def _draft_attention(
         return
     named = [flags.attention_backend, flags.prefill_attention_backend, flags.decode_attention_backend]
     backends = [name for name in named if name is not None] or [_default_backend(target, machine)]
-    latent = next((name for name in backends if name in _LATENT_ONLY), None)
+    latent = next((name for name in backends if name in LATENT_ONLY_BACKENDS), None)
     if latent is not None:
         yield Added(
             "--speculative-draft-attention-backend",
-            "triton",
+            GROUPED_BACKEND,
             f"the target runs on {latent}, which cannot compute the draft's grouped attention",
         )
 

@@ -174,12 +174,16 @@ def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:
 
 @contextlib.contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that every ``finally`` of a block runs."""
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that every ``finally`` of a block runs.
+
+    One that is ignored stays so: ``nohup`` asks for it.
+    """
 
     def terminated(signum: int, frame: object) -> None:
         raise SystemExit(128 + signum)
 
-    previous = {signum: signal.signal(signum, terminated) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, terminated) for signum in heard}
     try:
         yield
     finally:

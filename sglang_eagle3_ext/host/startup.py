@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from sglang_eagle3_ext import assembly
-from sglang_eagle3_ext.host import config
+from sglang_eagle3_ext.host import config, proof
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan
 
@@ -27,23 +27,33 @@ def register_models(model_config: Any) -> None:
 
 
 def report(_result: Any, draft_worker: Any) -> None:
-    """Log the start-up block (AFTER the draft worker's attention backends are made), on the first rank."""
+    """Prove the capture on every rank, log the start-up block on the first (AFTER the draft's backends are made).
+
+    The target's weights, pool and attention backends are in place by then, and no CUDA graph is captured yet.
+
+    Raises:
+        UnsupportedError: the target does not hand out the states of the plan.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     runner = draft_worker.draft_runner
     plan = getattr(runner.model, "plan", None)
-    if not isinstance(plan, AssemblyPlan) or get_parallel().tp_rank != 0:
+    if not isinstance(plan, AssemblyPlan):
         return
-    for line in block(plan, runner):
-        logger.info("%s", line)
+    verdict = proof.prove(draft_worker, plan)
+    if get_parallel().tp_rank == 0:
+        for line in block(plan, runner, verdict):
+            logger.info("%s", line)
+    verdict.check()
 
 
-def block(plan: AssemblyPlan, runner: Any) -> list[str]:
+def block(plan: AssemblyPlan, runner: Any, verdict: proof.Verdict) -> list[str]:
     """Spell the resolved assembly and how it is served, one line each.
 
     Args:
         plan: the plan.
         runner: SGLang's model runner of the draft.
+        verdict: what the proof of captured states found.
     """
     spec, n = plan.spec, plan.target.num_layers
     origin = plan.origins
@@ -60,6 +70,7 @@ def block(plan: AssemblyPlan, runner: Any) -> list[str]:
         line("assembly", f"fc <- [{spelled}]" if spec.fc_in else f"{spelled}, without fc", "sources"),
         line("boundaries", f"{list(plan.boundaries)}, order {spec.order}", "order", "layer_ids"),
         line("same states as", "; ".join(f"{k} {v}" for k, v in words.items())),
+        line("proof", verdict.text),
         line("norms around fc", spec.norms.around_fc, "norms"),
         line("residual", spec.norms.residual, "residual"),
         line("recurrent state", spec.norms.recurrent_state, "recurrent_state"),
@@ -68,16 +79,23 @@ def block(plan: AssemblyPlan, runner: Any) -> list[str]:
         line("head", spec.lm_head, "lm_head"),
         line(
             "attention",
-            f"{spec.attention.num_layers} layer(s), {spec.attention.heads} heads, {spec.attention.kv_heads} kv heads"
+            f"{spec.attention.kind}, {spec.attention.num_layers} layer(s), {spec.attention.heads} heads, "
+            f"{spec.attention.kv_heads} kv heads"
             + (f", window {window}" if window else "")
             + f"; backend {type(runner.attn_backend).__name__}",
         ),
+        *_positions(plan),
         line("quantisation", str(runner.model_config.quantization or "none") + f", {runner.dtype}"),
         line("kernels", _kernels(runner.model)),
     ]
     lines += [f"  unlike stock      {text}" for text in plan.differences]
     lines += [f"  {f.severity:<17} {f.message}" for f in plan.findings if f.severity != "info"]
     return lines
+
+
+def _positions(plan: AssemblyPlan) -> list[str]:
+    """Say where the draft goes on beyond its own length."""
+    return [f"  {'positions':<17} {f.message}" for f in plan.findings if f.code == "short_context"]
 
 
 def _kernels(model: Any) -> str:

@@ -350,3 +350,34 @@ def test_the_plan_never_mixes_up_targets(tmp_path):
     p = plan(tmp_path, override={"sources": ["embed", "layer3", "last"]})
     q = assembly.plan(p.spec, replace(p.target, num_layers=12))
     assert (p.boundaries[-1], q.boundaries[-1]) == (60, 12)
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "severity"),
+    [
+        ({}, 128, None),
+        ({}, None, None),
+        ({}, 129, "info"),
+        # SGLang multiplies the length by the factor of the scalings that stretch it.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 256, None),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 257, "info"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
+            129,
+            "info",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 257, "error"),
+    ],
+)
+def test_a_draft_with_fewer_positions_than_its_target(tmp_path, config, context, severity):
+    p = plan(
+        tmp_path,
+        replace(target(), context=context),
+        override={"sources": ["embed", "layer3", "layer31"]},
+        config={"max_position_embeddings": 128, **config},
+    )
+    found = [f for f in p.findings if f.code == "short_context"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    assert any("stock stops" in sentence for sentence in p.differences) == bool(severity)
+    if severity == "error":
+        assert "--context-length 256" in found[0].message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -40,8 +41,18 @@ KEYS = [
 ]
 NESTED = {
     "norms": {"fc_norm", "norm_before_fc", "residual", "recurrent_state", "final_norm"},
-    "attention": {"kind", "num_layers", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "sliding_window"},
-    "rope": {"theta", "scaling"},
+    "attention": {
+        "kind",
+        "num_layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "qk_norm",
+        "qkv_bias",
+        "sliding_window",
+        "latent",
+    },
+    "rope": {"theta", "scaling", "interleaved"},
     "vocab": {"target", "draft", "map"},
 }
 SOURCES = {"eagle3_ext": {"sources": ["layer5", "embed", "last"]}}
@@ -75,7 +86,7 @@ def test_json_values(tmp_path, capsys):
     assert (result["order"], result["sources_from"], result["num_sources"]) == ("as_listed", "eagle3_ext", 3)
     assert (result["target_hidden_size"], result["hidden_size"], result["fc_in"]) == (32, 32, 96)
     assert result["vocab"] == {"target": 96, "draft": 37, "map": "offset"}
-    assert result["rope"] == {"theta": 10000.0, "scaling": None}
+    assert result["rope"] == {"theta": 10000.0, "scaling": None, "interleaved": False}
     assert result["norms"] == {
         "fc_norm": False,
         "norm_before_fc": False,
@@ -83,7 +94,7 @@ def test_json_values(tmp_path, capsys):
         "recurrent_state": "pre_norm",
         "final_norm": True,
     }
-    assert result["attention"]["kind"] == "gqa"
+    assert (result["attention"]["kind"], result["attention"]["latent"]) == ("gqa", None)
     assert result["origins"]["sources"] == "eagle3_ext"
     assert result["origins"]["boundaries"] == "eagle3_ext"
     assert (result["findings"], result["unconsumed_tensors"], result["missing_tensors"]) == ([], [], [])
@@ -235,6 +246,37 @@ def test_trace(tmp_path, capsys):
     assert trace[-1] == "recurrent pass: the same from the state after the final norm; fc does not run"
 
 
+def test_an_mla_draft(tmp_path, capsys):
+    draft = write_draft(tmp_path / "d", "deepseek")
+    target = write_target(tmp_path / "t")
+    code, result = as_json(capsys, draft, "--target", target)
+    assert code == 0
+    assert (result["format"], result["attention"]["kind"]) == ("deepseek", "mla")
+    assert (result["attention"]["kv_heads"], result["attention"]["head_dim"]) == (4, 12)
+    assert result["attention"]["latent"] == {
+        "q_lora_rank": 14,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    }
+    assert result["rope"]["interleaved"] is True
+    assert result["origins"]["kv_lora_rank"] == "config"
+    _, out, _ = run(capsys, draft, "--target", target, "--trace")
+    lines = {line[2:].split("  ")[0]: line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
+    assert "4 of 8 + 4 rotated, values of 6" in out
+    assert (lines["query latent"], lines["key/value latent"]) == (["14", "config"], ["16", "config"])
+    assert lines["rotated together"] == ["neighbours", "default"]
+    trace = [re.split(r"\s{2,}", line.strip()) for line in out[out.index("feature pass") :].splitlines()]
+    steps = {row[0]: row[-1] for row in trace}
+    assert steps["q_a_proj -> q_a_layernorm"] == "[T, 14]"
+    assert steps["q_b_proj -> rope on R of D"] == "[T, 48]"
+    assert steps["kv_a_proj_with_mqa: latent -> kv_a_layernorm"] == "[T, 16]"
+    assert steps["kv_a_proj_with_mqa: key of all heads -> rope"] == "[T, 4]"
+    assert (steps["kv_b_proj: keys"], steps["kv_b_proj: values"]) == ("[T, 32]", "[T, 24]")
+    assert (steps["attention"], steps["o_proj + residual"]) == ("[T, 24]", "[T, 32]")
+
+
 def test_trace_and_json_exclude_each_other(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path), "--json", "--trace"])
@@ -340,6 +382,12 @@ def test_a_full_disk_behind_stdout_is_said(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("sglang-eagle3: got ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_stdout_is_no_traceback(tmp_path):
+    words = [sys.executable, "-m", "sglang_eagle3_ext.cli", "inspect", str(write_draft(tmp_path))]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path):

@@ -11,10 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from sglang_eagle3_ext import formats
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.spec import Attention, Norms, Rope, Source, Vocab
+from sglang_eagle3_ext.spec import Attention, Latent, Norms, Rope, Source, Vocab
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CLAIMED = {name: name for name in formats.READERS} | {"specforge": "eagle", "modelopt_megatron": "modelopt"}
+
+
+def shared(spec, dialect):
+    """Return the canonical names that the files of all dialects have, but for the attention of an MLA draft."""
+    names = set(spec.weights.values()) - {"t2d", "embed_tokens.weight"}
+    return {name for name in names if dialect != "deepseek" or ".self_attn." not in name}
 
 
 def codes(spec):
@@ -28,17 +34,20 @@ def test_exactly_one_dialect_claims_its_own_files_and_reads_the_same_draft(tmp_p
     assert spec.format == CLAIMED[dialect]
     assert (spec.num_sources, spec.target_hidden_size, spec.hidden_size, spec.fc_in) == (2, 32, 32, 64)
     assert spec.norms == Norms("none", "pre_norm", "pre_norm", True)
-    assert spec.attention == Attention("gqa", layers, 4, 2, 12)
+    if dialect == "deepseek":
+        assert spec.attention == Attention("mla", layers, 4, 4, 12, latent=Latent(14, 16, 8, 4, 6))
+    else:
+        assert spec.attention == Attention("gqa", layers, 4, 2, 12)
     assert spec.vocab == Vocab(96, 37, "offset")
     assert (spec.intermediate_size, spec.rms_norm_eps, spec.max_position_embeddings) == (40, 1e-5, 512)
     assert spec.lm_head == "own"
     assert not [f for f in spec.findings if f.severity == "error"]
     assert (spec.missing, spec.unconsumed) == ((), ())
     # The same canonical tensors, whatever the file calls them.
-    own = {"t2d", "embed_tokens.weight"}
     plain = formats.read_draft(write_draft(tmp_path / "plain", layers=layers, num_sources=2))
-    assert set(spec.weights.values()) - own == set(plain.weights.values()) - own
-    loads = dialect in ("modelopt", "specforge", "torchspec") or (dialect == "modelopt_megatron" and layers == 1)
+    assert shared(spec, dialect) == shared(plain, dialect)
+    by_name = ("deepseek", "modelopt", "specforge", "torchspec")
+    loads = dialect in by_name or (dialect == "modelopt_megatron" and layers == 1)
     assert spec.stock.loads == loads
     assert loads or any(spec.architecture in sentence for sentence in spec.stock.differences)
 
@@ -197,7 +206,7 @@ def test_two_traces_are_an_error_that_names_both(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("Eagle3DeepseekV2ForCausalLM", "its attention is MLA"),
+        ("KimiK3Eagle3DraftModel", "its attention is MLA with an output gate"),
         ("Glm4MoeForCausalLMEagle3", "its MLP is a mixture of experts"),
         ("LlamaForCausalLMEagle", "an EAGLE-1 draft"),
         ("PEagleDraftModel", "P-EAGLE, which drafts all tokens in one pass"),

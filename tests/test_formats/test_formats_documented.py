@@ -10,6 +10,7 @@ import pytest
 from checkpoints import DELETE, write_draft
 
 from sglang_eagle3_ext import formats
+from sglang_eagle3_ext.formats.deepseek import DeepseekConfig
 from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS, Eagle3Ext
 from sglang_eagle3_ext.formats.flat import FlatConfig, NestedConfig
 from sglang_eagle3_ext.formats.reading import LayerConfig
@@ -49,19 +50,28 @@ def literal(cell: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "known"), [("## Keys of the decoder layers", LAYER_KEYS), ("## Keys of the flat layout", FLAT_KEYS)]
+    ("heading", "dialect", "known"),
+    [
+        ("## Keys of the decoder layers", "specforge", LAYER_KEYS),
+        ("## Keys of the flat layout", "specforge", FLAT_KEYS),
+        ("## Keys of latent attention", "deepseek", set(DeepseekConfig.__struct_fields__)),
+    ],
 )
-def test_every_key_has_a_row_and_its_default_is_the_code_s(tmp_path, heading, known):
+def test_every_key_has_a_row_and_its_default_is_the_code_s(tmp_path, heading, dialect, known):
     seen = []
+    written = formats.read_draft(write_draft(tmp_path, dialect))
     for keys, field, default in rows(heading):
         seen += names(keys)
         if field == "none":
             continue
         deleted = dict.fromkeys((*names(keys), *(NULLS if "rope" in field else ())), DELETE)
-        spec = formats.read_draft(write_draft(tmp_path, "specforge", config_changes=deleted))
+        spec = formats.read_draft(write_draft(tmp_path, dialect, config_changes=deleted))
         value = look_up(spec, *names(field))
         expected = literal(default)
         assert expected in (None, str(value)), (keys, value)
+        if dialect == "deepseek":
+            # What a tensor stands for is what the key said.
+            assert value == look_up(written, *names(field)), keys
     assert sorted(seen) == sorted(known)
 
 

@@ -614,7 +614,7 @@ def test_two_dialects_that_claim_are_an_error(tmp_path, monkeypatch):
 
 def test_target(tmp_path):
     facts = formats.read_target(write_target(tmp_path, num_layers=5))
-    assert facts == TargetFacts(str(tmp_path), "LlamaForCausalLM", 5, 32, 96, facts.reading)
+    assert facts == TargetFacts(str(tmp_path), "LlamaForCausalLM", 5, 32, 96, facts.reading, context=512)
     assert facts.reading.ids == "output"
 
 

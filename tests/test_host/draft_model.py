@@ -1,4 +1,4 @@
-"""The drop-in draft class, built and loaded by SGLang itself, against the reference; run by ``test_draft_model.py``.
+"""The drop-in draft class, built and loaded by SGLang itself, against the reference; run by ``test_runtimes.py``.
 
 Everything is SGLang's own (config, loader, layers, logits processor) but for the attention over the cache, whose
 stand-in here is plain causal attention over the queries, keys and values that SGLang's layer hands to it.
@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import trainers
 from checkpoints import write_draft, write_target
 from safetensors.torch import load_file
 from torch import nn
+from trainers import Trained
 
 from sglang_eagle3_ext import reference
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
@@ -946,3 +948,57 @@ def test_embeddings_that_are_given_are_read(permuted: Served) -> None:
     embeds = permuted.target.embed.weight.data[tokens]
     given = permuted.model(torch.zeros(2, dtype=torch.int64), positions, batch("DRAFT_EXTEND_V2", states), embeds)
     assert torch.equal(given.next_token_logits, looked_up.next_token_logits)
+
+
+# ---- the trainers' own models --------------------------------------------------------------------------------------
+
+
+def trained_target(theirs: Trained, width: int) -> Target:
+    """Make a target that lends the embedding with which the trainer trained."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    folder = write_target(theirs.folder.with_name("target"), hidden=width, heads=2, vocab=trainers.VOCAB)
+    embed = VocabParallelEmbedding(*theirs.embed.shape)
+    embed.weight.weight_loader(embed.weight, theirs.embed)
+    return Target(ModelConfig(str(folder)), embed, ParallelLMHead(trainers.VOCAB, width))
+
+
+@pytest.mark.parametrize(
+    ("train", "row"),
+    [
+        *(
+            pytest.param(trainers.train_speculators, row, id=f"speculators-{trainers.identify(row)}")
+            for row in trainers.speculators_design()
+        ),
+        *(
+            pytest.param(trainers.train_specforge, row, id=f"specforge-{trainers.identify(row)}")
+            for row in trainers.specforge_design()
+        ),
+    ],
+)
+def test_served_as_the_trainers_own_model_computes(
+    train: Callable[..., Trained], row: Mapping[str, Any], runtime: None, kernels: str, tmp_path: Path
+) -> None:
+    theirs = train(row, tmp_path / "draft")
+    width = theirs.features.shape[1] // row.get("sources", 3)
+    override: dict[str, Any] | None = None
+    if train is trainers.train_specforge:
+        override = {"producer": "specforge", "sources": ["embed", "layer3", "layer5"]}
+    served = serve(theirs.folder, trained_target(theirs, width), override)
+
+    # One request: its text in one feature pass, then the chain of its newest row. The trainer counts positions from 1
+    # where its first row is.
+    last = trainers.LENGTH - 1
+    states = served.in_capture_order(theirs.features)
+    positions = torch.arange(1, trainers.LENGTH + 1)
+    out = served.model(theirs.inputs, positions, batch("DRAFT_EXTEND_V2", states))
+    torch.testing.assert_close(out.next_token_logits, theirs.logits[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.hidden_states, theirs.states[0], rtol=0, atol=1e-5)
+    recurring = out.hidden_states[last:]
+    for k in range(1, trainers.STEPS):
+        token = torch.tensor([trainers.FORCED_EOL])
+        out = served.model(token, positions[last:] + k, batch("DECODE", recurring))
+        torch.testing.assert_close(out.next_token_logits[0], theirs.logits[k][last], rtol=0, atol=1e-5)
+        torch.testing.assert_close(out.hidden_states[0], theirs.states[k][last], rtol=0, atol=1e-5)
+        recurring = out.hidden_states

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_eagle3_ext.host.servers import Server, ServerError, running, stop
+from sglang_eagle3_ext.host.servers import Server, ServerError, running, signals_as_exit, stop
 
 STAND_IN = """
 import http.server, signal, subprocess, sys
@@ -135,6 +135,17 @@ def test_a_second_sigterm_does_not_keep_servers_alive(tmp_path: Path, monkeypatc
         pass
     assert wait_gone(pids_of(one))
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch):
+    """``nohup`` ignores SIGHUP for its child, which is to outlive the terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_exit():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_printed_command_is_the_command(tmp_path: Path):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import draft_oracle, project_oracle
-from reference_drafts import make_spec, random_inputs, random_tensors
+from reference_drafts import latent_attention, make_spec, random_inputs, random_tensors
 
 from sglang_eagle3_ext.reference import Chains, KVCache, ReferenceDraft
 from sglang_eagle3_ext.spec import DraftSpec, Rope
@@ -43,6 +43,16 @@ VARIANTS = {
     "partial-rope": {"attention": {"head_dim": 8}, "rope": Rope(theta=100.0, partial_rotary_factor=0.5)},
     "narrow-draft": {"hidden_size": 10, "target_hidden_size": 14, "attention": {"heads": 5, "kv_heads": 1}},
     "heads-wider-than-draft": {"attention": {"heads": 3, "kv_heads": 3, "head_dim": 14}},
+    "mla": {"attention": latent_attention(), "rope": Rope(theta=100.0, interleaved=True)},
+    "mla-halves": {"attention": latent_attention(), "rope": Rope(theta=100.0)},
+    "mla-one-query-projection": {"attention": latent_attention(None), "rope": Rope(theta=100.0, interleaved=True)},
+    "mla-layers-norms": {
+        "attention": latent_attention(num_layers=3),
+        "rope": Rope(theta=100.0, interleaved=True),
+        "norms": {"around_fc": "per_source", "residual": "post_norm", "recurrent_state": "post_norm"},
+        "mlp_bias": True,
+        "fc_bias": True,
+    },
     "absolute-vocabulary": {"vocab": {"map": "absolute"}},
     "whole-vocabulary": {"vocab": {"map": "none", "draft": 50}},
 }
@@ -103,6 +113,16 @@ def test_every_variant_matches_the_oracle(changes: dict) -> None:
         for got, (logits, state) in zip(steps, expected, strict=True):
             assert_same(got.logits[row], logits)
             assert_same(got.state[row], state)
+
+
+def test_interleaving_matters() -> None:
+    specs = [make_spec(attention=latent_attention(), rope=Rope(theta=100.0, interleaved=i)) for i in (True, False)]
+    features, sequence = random_inputs(specs[0], LENGTH)
+    logits = []
+    for spec in specs:
+        draft = ReferenceDraft(spec, random_tensors(spec), dtype=torch.float64)
+        logits.append(draft.feature_pass(draft.project(features), sequence)[0].logits)
+    assert (logits[0] - logits[1])[2:].abs().amax(-1).min() > 1e-3
 
 
 SWITCHES = ("residual-post-norm", "recurrent-post-norm", "no-final-norm", "window-1", "theta", "linear-rope")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_drafts import make_spec, random_inputs, random_tensors
+from reference_drafts import latent_attention, make_spec, random_inputs, random_tensors
 
 from sglang_eagle3_ext.reference import ReferenceDraft
 from sglang_eagle3_ext.spec import Rope
@@ -121,6 +121,77 @@ def test_layers_match(family: str, changes: dict, rope: dict | None) -> None:
     expected = run_transformers(family, spec, tensors, tensors["embed_tokens.weight"][sequence[1:]], hidden)
     # transformers takes norms, softmax, cosines and sines in float32.
     torch.testing.assert_close(step.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
+@pytest.mark.parametrize("rope", ["default", "yarn", "yarn-with-mscale"])
+@pytest.mark.parametrize("q_rank", [7, None], ids=["q-rank", "no-q-rank"])
+def test_latent_attention_matches(q_rank: int | None, rope: str, interleaved: bool) -> None:
+    """One layer around DeepSeek-V3's attention of transformers, with the same weights."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    scaling = ROPES[rope]
+    # transformers' norms of the latents have a fixed epsilon.
+    spec = make_spec(
+        attention=latent_attention(q_rank), rope=Rope(500.0, scaling, interleaved=interleaved), rms_norm_eps=1e-6
+    )
+    a, size = spec.attention, spec.attention.latent
+    assert size is not None
+    tensors = random_tensors(spec)
+    features, sequence = random_inputs(spec, LENGTH)
+    draft = ReferenceDraft(spec, tensors, dtype=torch.float64)
+    hidden = draft.project(features)
+    step, _ = draft.feature_pass(hidden, sequence)
+
+    config = transformers.DeepseekV3Config(
+        # The layer reads twice its width and writes it once; transformers' reads what it writes.
+        hidden_size=2 * spec.hidden_size,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.heads,
+        q_lora_rank=size.q_lora_rank,
+        kv_lora_rank=size.kv_lora_rank,
+        qk_nope_head_dim=size.qk_nope_head_dim,
+        qk_rope_head_dim=size.qk_rope_head_dim,
+        v_head_dim=size.v_head_dim,
+        rope_interleave=interleaved,
+        rms_norm_eps=spec.rms_norm_eps,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": spec.rope.theta},
+        attn_implementation="eager",
+    )
+    attention = modeling.DeepseekV3Attention(config, 0)
+    attention.o_proj = torch.nn.Linear(a.heads * size.v_head_dim, spec.hidden_size, bias=False)
+    at = "layers.0.self_attn."
+    attention.double().load_state_dict({n.removeprefix(at): t for n, t in tensors.items() if n.startswith(at)})
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], spec.rms_norm_eps)
+
+    embeds = tensors["embed_tokens.weight"][sequence[1:]]
+    both = torch.cat([norm("layers.0.input_layernorm", embeds), norm("layers.0.hidden_norm", hidden)], dim=-1)
+    mask = torch.full((len(both), len(both)), float("-inf"), dtype=torch.float64).triu(1)
+    with torch.no_grad():
+        rotation = modeling.DeepseekV3RotaryEmbedding(config)(both[None], torch.arange(len(both))[None])
+        x = hidden + attention(both[None], rotation, mask[None, None])[0][0]
+        y = norm("layers.0.post_attention_layernorm", x)
+        gate, up = (y @ tensors[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ tensors["layers.0.mlp.down_proj.weight"].T
+        expected = norm("norm", x) @ tensors["lm_head.weight"].T
+    torch.testing.assert_close(step.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scaling_of_latent_attention_matters() -> None:
+    """Guards the test above: rotation and softmax are both scaled."""
+    logits = []
+    for factors in ({}, {"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.0}):
+        scaling = {**(ROPES["yarn"] or {}), **factors}
+        spec = make_spec(attention=latent_attention(), rope=Rope(500.0, scaling, interleaved=True))
+        features, sequence = random_inputs(spec, LENGTH)
+        draft = ReferenceDraft(spec, random_tensors(spec), dtype=torch.float64)
+        logits.append(draft.feature_pass(draft.project(features), sequence)[0].logits)
+    for i, a in enumerate(logits):
+        for b in logits[:i]:
+            assert (a - b).abs().max() > 1e-2
 
 
 def test_rotary_embeddings_differ_from_each_other() -> None:

@@ -278,10 +278,16 @@ def test_out_writes_a_whole_copy_and_leaves_the_original(tmp_path: Path, draft: 
     blob = tmp_path / "blob"
     (draft / "model.safetensors").rename(blob)
     (draft / "model.safetensors").symlink_to(blob)
+    elsewhere = tmp_path / "tokenizer"
+    elsewhere.mkdir()
+    (elsewhere / "vocab.txt").write_text("a b")
+    (draft / "tokenizer").symlink_to(elsewhere)
+    (draft / "logs" / "back").symlink_to(draft)  # a circle
     old, out = tree(draft), tmp_path / "new" / "copy"
     assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--out", out) == 0
     new = tree(out)
     assert json.loads(new.pop("config.json"))["eagle3_ext"] == {"sources": ["embed", "layer2", "layer5"]}
+    assert new.pop("tokenizer/vocab.txt") == b"a b"
     assert tree(draft) == old
     del old["config.json"]
     assert new == old
