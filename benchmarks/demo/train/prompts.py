@@ -1,7 +1,7 @@
 """Prompts of our own writing from which the target generates the training text of the demo draft.
 
-``questions.txt`` holds some 4800 questions, each worded on its own, about ``TOPICS`` and about nothing in
-particular. ``questions_validation.txt``, on twelve topics of its own, chooses the checkpoint; the topics of
+``questions.txt`` holds some 9600 questions, each worded on its own, about ``TOPICS``, about others and about
+nothing in particular. ``questions_validation.txt``, on twelve topics of its own, chooses the checkpoint; the topics of
 the unseen half of ``../prompts_eval.json`` occur in neither. A test of disjointness is part of
 ``evaluate.py``.
 
