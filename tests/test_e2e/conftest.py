@@ -86,4 +86,8 @@ def answers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Recorder:
     drafts = {"demo": draft, "permuted": permuted_draft, "stock": stock_draft}
-    return Recorder(prompts, tmp_path_factory.mktemp("servers"), target, drafts)
+    base = tmp_path_factory.getbasetemp()
+    # The workers of one run have folders of their own below the run's.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers"
+    folder.mkdir(exist_ok=True)
+    return Recorder(prompts, folder, target, drafts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import servers
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 TOKENS = 40
@@ -47,7 +48,10 @@ class Kind:
 
 @dataclass
 class Recorder:
-    """Runs each kind of server once, when a test first asks for it, and remembers its answers and its log."""
+    """Runs each kind of server once, when a test first asks for it, and remembers its answers and its log.
+
+    Processes that share the folder share the answers; who asks while another one is asking waits for him.
+    """
 
     prompts: Sequence[Sequence[int]]
     folder: Path
@@ -75,8 +79,15 @@ class Recorder:
     def __call__(self, name: str) -> list[servers.Answer]:
         """Return a server's greedy answers in float32, prompt by prompt."""
         if name not in self.done:
-            kind = self.KINDS[name]
-            words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
-            with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
-                self.done[name] = [servers.complete(server, p, kind.tokens) for p in self.prompts[: kind.prompts]]
+            stored = self.folder / f"{name}.json"
+            with FileLock(stored.with_suffix(".lock")):
+                if not stored.exists():
+                    stored.write_text(json.dumps([asdict(answer) for answer in self._ask(name)]))
+            self.done[name] = [servers.Answer.read(answer) for answer in json.loads(stored.read_text())]
         return self.done[name]
+
+    def _ask(self, name: str) -> list[servers.Answer]:
+        kind = self.KINDS[name]
+        words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
+        with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
+            return [servers.complete(server, p, kind.tokens) for p in self.prompts[: kind.prompts]]

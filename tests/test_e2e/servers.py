@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_eagle3_ext.host.servers import Server, free_port, running
 
@@ -31,6 +32,11 @@ class Answer:
     ids: tuple[int, ...]
     histogram: tuple[int, ...]
     verify_steps: int
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Answer:
+        """Read an answer back from JSON."""
+        return cls(tuple(stored["ids"]), tuple(stored["histogram"]), stored["verify_steps"])
 
 
 def complete(server: Server, input_ids: Sequence[int], tokens: int) -> Answer:
