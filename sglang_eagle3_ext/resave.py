@@ -297,6 +297,10 @@ def _configure(args: argparse.Namespace) -> int:
             )
     _say(f.message for f in (plan.findings if plan else spec.findings) if f.severity == "warning")
     _say([note])
+    nested = config.get("eagle_config")
+    held = nested.get(_IDS) if isinstance(nested, dict) else None
+    if held is not None and not ids:
+        _say([f"{file}:eagle_config.{_IDS}: still holds {held}, by which stock SGLang would serve this draft"])
     if plan is not None and not plan.equals_stock:
         _say(f"stock SGLang would still serve another draft: {difference}" for difference in plan.differences)
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from sglang_eagle3_ext.probe.verdict import Probe
     from sglang_eagle3_ext.spec import DraftSpec
 
+TRUSTED_STEPS = 5000
+"""Verify steps that a server's watch takes a recorded value to rest on, see ``host.watch.RECORDED_STEPS``."""
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``probe`` to the command line; ``--write`` goes through the ``configure`` beside it."""
@@ -63,6 +66,7 @@ def _positive(text: str) -> int:
 
 
 def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> int:
+    from sglang_eagle3_ext.formats import read_draft
     from sglang_eagle3_ext.probe import report
     from sglang_eagle3_ext.probe.features import Features
     from sglang_eagle3_ext.probe.search import Candidates
@@ -72,8 +76,8 @@ def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argpar
     draft = locate(args.draft, args.revision)
     target = locate(args.target, args.target_revision)
     # Before hours are spent on the text: can this pair be probed at all?
+    check_pair(read_draft(draft), target)
     spec = Candidates(draft, target).spec
-    check_pair(spec, target)
     with contextlib.ExitStack() as stack:
         file = args.features or args.save_features
         if file is None:
@@ -82,6 +86,8 @@ def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argpar
         if args.features is None:
             _write_features(args, spec, target, file)
         features = Features.open(file)
+        if features.target and Path(features.target).name != Path(args.target).name:
+            _say([f"{file}: was written by {features.target}, got --target {args.target}; only sizes were compared"])
         if features.steps < args.steps:
             _say(
                 [
@@ -114,12 +120,23 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.plot is not None:
         if importlib.util.find_spec("matplotlib") is None:
             problems.append("--plot: matplotlib is not installed; expected it. Install it: pip install matplotlib.")
+        else:
+            from matplotlib.backend_bases import FigureCanvasBase
+
+            kinds = FigureCanvasBase.get_supported_filetypes()
+            if args.plot.suffix and args.plot.suffix[1:].lower() not in kinds:
+                problems.append(
+                    f"{args.plot}: got a picture of kind {args.plot.suffix}; expected one of "
+                    f"{', '.join(sorted(kinds))}. Choose another --plot."
+                )
         if os.path.lexists(args.plot):
             problems.append(f"{args.plot}: is there already; expected a free name. Choose another --plot.")
     if args.save_features is not None and os.path.lexists(args.save_features):
         problems.append(f"{args.save_features}: is there already; expected a free name. Choose another one.")
     if args.features is not None and args.save_features is not None:
         problems.append("--save-features: got it with --features; expected one of them. Copy the file instead.")
+    if args.features is not None and args.tokens is not None:
+        problems.append("--tokens: got it with --features, which are written already; expected one of them. Drop one.")
     for name in ("plot", "save_features"):
         value = getattr(args, name)
         if value is not None and not value.absolute().parent.is_dir():
@@ -136,6 +153,12 @@ def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, fil
     if args.tokens is not None:
         prompts = prompts[: max(1, args.tokens // args.max_new_tokens)]
     ids = encode(prompts, target)
+    largest = max((max(prompt) for prompt in ids), default=0)
+    if largest >= spec.vocab.target:
+        raise CheckpointError(
+            f"{args.prompts}: got token {largest}; expected ids below the target's {spec.vocab.target}. Write prompts "
+            "as text, or with this target's tokenizer."
+        )
     model = load_target(target, args.device)
     new = args.max_new_tokens + args.steps
     _announce(model, spec, ids, new, file)
@@ -204,6 +227,13 @@ def _configure(
     if result.verdict == "declared_right" and result.declared is not None:
         chosen = result.declared
     total = chosen.total
+    if total.verify_steps < TRUSTED_STEPS:
+        _say(
+            [
+                f"eagle3_ext.expected: rests on {total.verify_steps} verify steps; the watch of a server trusts it as "
+                f"if it were {TRUSTED_STEPS}. Probe with more prompts before you rely on its warnings."
+            ]
+        )
     expected = {
         "accept_length": round(total.accept_length, 4),
         "accept_per_position": [round(share, 4) for share in total.accept_per_position],

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sglang_eagle3_ext import resave
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
+from sglang_eagle3_ext.host import watch
 from sglang_eagle3_ext.probe import command
 from sglang_eagle3_ext.probe.features import FeatureWriter
 
@@ -109,5 +110,38 @@ def test_refuses_all_that_is_wrong_at_once(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("")
     with pytest.raises(CheckpointError) as caught:
         run("probe", "d", "--target", "t", "--features", "f", "--save-features", tmp_path / "there", "--plot",
-            tmp_path / "nowhere" / "p.png")  # fmt: skip
-    assert len(str(caught.value).splitlines()) == 3
+            tmp_path / "nowhere" / "p.banana", "--tokens", 9)  # fmt: skip
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    assert any("p.banana: got a picture of kind .banana; expected one of" in line for line in lines)
+    assert any("--tokens: got it with --features" in line for line in lines)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    (tmp_path / "prompts.json").write_text("[[1, 2], [96]]")
+    with pytest.raises(CheckpointError, match=r"prompts\.json: got token 96; expected ids below the target's 96"):
+        run("probe", write_draft(tmp_path / "draft"), "--target", target, "--prompts", tmp_path / "prompts.json")
+
+
+def test_a_target_of_another_width_is_named_as_inspect_names_it(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", hidden=64)
+    with pytest.raises(CheckpointError, match="got .*target with hidden_size 64"):
+        run("probe", write_draft(tmp_path / "draft"), "--target", target, "--features", "f")
+
+
+def test_states_of_another_target_and_few_steps_are_said(
+    tmp_path: Path, pair: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, target, file = pair
+    draft = write_draft(tmp_path / "draft", config_changes=WRONG)
+    other = tmp_path / "another-model"
+    other.symlink_to(target)
+    assert run("probe", draft, "--target", other, "--features", file, "--write") == 1
+    said = capsys.readouterr().err
+    assert "was written by target, got --target" in said
+    assert "the watch of a server trusts it as if it were 5000" in said
+
+
+def test_the_trusted_steps_are_the_watchs() -> None:
+    assert command.TRUSTED_STEPS == watch.RECORDED_STEPS

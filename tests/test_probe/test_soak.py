@@ -44,6 +44,8 @@ PAIRS = (
     Pair("qwen3", 6, (6, 2)),
     Pair("qwen3", 6, (7, 0, 3), 40, True),
 )
+MISREAD = (Pair("gemma2", 4, (1, 4)), Pair("gemma3", 6, (5, 0, 2, 3, 1)))
+"""Pairs that the probe is known to read wrong: it finds (0, 4) and (5, 7, 3, 1, 2)."""
 
 
 def write_texts(family: str, layers: int, folder: Path, seed: int = 0) -> tuple[Path, Features, Features]:
@@ -104,7 +106,11 @@ def write_pair(pair: Pair, tmp_path: Path) -> tuple[Path, Path, Features]:
     return draft, target, to_probe
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p.family}-{p.layers}-{'-'.join(map(str, p.places))}")
+@pytest.mark.parametrize(
+    "pair",
+    [*PAIRS, *(pytest.param(p, marks=pytest.mark.xfail(reason="the probe misreads this pair")) for p in MISREAD)],
+    ids=lambda p: f"{p.family}-{p.layers}-{'-'.join(map(str, p.places))}",
+)
 def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)

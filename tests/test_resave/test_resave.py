@@ -540,6 +540,14 @@ def test_a_target_without_capture_in_stock_is_a_reason(tmp_path: Path):
         run("export", draft, "--for", "stock", "--target", target, "--out", tmp_path / "out")
 
 
+def test_ids_that_stay_behind_are_said(draft: Path, target: Path, capsys):
+    assert run("configure", draft, "--set", "sources=embed,layer2,layer5", "--target", target) == 0
+    capsys.readouterr()
+    assert run("configure", draft, "--set", "sources=embed,layer3,layer5") == 0
+    said = capsys.readouterr().err
+    assert "eagle_config.eagle_aux_hidden_state_layer_ids: still holds [-1, 2, 5], by which stock SGLang would" in said
+
+
 def test_ids_mean_the_same_on_a_class_that_reads_them_otherwise(tmp_path: Path):
     # A DeepSeek-like class adds one to all ids when the first is 1, and takes them as boundaries otherwise.
     target = write_target(tmp_path / "target", config_changes={"architectures": ["DeepseekV3ForCausalLM"]})
