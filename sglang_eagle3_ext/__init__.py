@@ -2,7 +2,8 @@
 
 Rooms: ``spec`` and ``errors`` (the nouns), ``formats`` (checkpoint -> DraftSpec), ``assembly``
 (DraftSpec + target -> AssemblyPlan), ``reference`` (the draft in plain PyTorch), ``kernels`` (PyTorch
-twins and Triton kernels), ``host`` (the only room that imports SGLang), ``cli``.
+twins and Triton kernels), ``probe`` (which assembly was trained?), ``resave`` over ``json_text`` (a draft
+written anew), ``host`` (the only room that imports SGLang), ``cli``.
 """
 
 from pathlib import Path

@@ -6,7 +6,8 @@ nowhere else; how stock SGLang reads them on each target class is one table, ``S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,12 +35,15 @@ __all__ = [
     "apply_strict",
     "check",
     "column_order",
+    "findings_without_target",
     "parse_source",
     "permute_blocks",
     "permute_fc_weight",
+    "permute_tensors",
     "plan",
     "positions",
     "spell",
+    "spell_ids",
     "spellings",
     "stock_reading",
 ]
@@ -168,7 +172,7 @@ def plan(spec: DraftSpec, target: TargetFacts) -> AssemblyPlan:
     if spec.sources is None:
         listed: tuple[Boundary, ...] = _default_boundaries(reading, n)
         origins["boundaries"] = "default"
-        findings += _report_default(spec, n, listed)
+        findings += _report_default(spec, target, listed)
     else:
         listed = _resolve(spec, target, findings)
         origins["boundaries"] = origins["sources"]
@@ -237,27 +241,26 @@ def _resolve(spec: DraftSpec, target: TargetFacts, findings: list[Finding]) -> t
     return tuple(resolved)
 
 
-def _report_default(spec: DraftSpec, num_layers: int, boundaries: Sequence[Boundary]) -> list[Finding]:
+def _report_default(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
     """Report that stock's default was taken, and where it is no use on a target of few layers."""
-    where = f"{spec.path}/config.json"
+    where, n = f"{spec.path}/config.json", target.num_layers
     findings = [
         Finding(
             "warning",
             "no_sources_declared",
-            f"{where}: names no hidden states; stock's default for {num_layers} layers was taken: "
-            f"{_spell_all(boundaries, num_layers)}, boundaries {list(boundaries)}. Declare what was trained: "
-            '"eagle3_ext": {"sources": [...]}.',
+            f"{where}: names no hidden states; expected the ones that it was trained on. Stock's default for {n} "
+            f"layers was taken: {_spell_all(boundaries, n)}, boundaries {list(boundaries)}. "
+            f"{_declare(spec, target.path)}",
         )
     ]
-    usable = {b for b in boundaries if b != "final_norm" and 0 <= b <= num_layers}
+    usable = {b for b in boundaries if b != "final_norm" and 0 <= b <= n}
     if len(usable) < len(boundaries):
         findings.append(
             Finding(
                 "error",
                 "default_collapses",
-                f"{where}: stock's default boundaries are {list(boundaries)} on a target of {num_layers} layers, got "
-                f"{len(usable)} usable ones; expected {len(boundaries)} distinct ones. Declare the sources: "
-                '"eagle3_ext": {"sources": [...]}.',
+                f"{where}: stock's default boundaries are {list(boundaries)} on a target of {n} layers, got "
+                f"{len(usable)} usable ones; expected {len(boundaries)} distinct ones. {_declare(spec, target.path)}",
             )
         )
     return findings
@@ -414,7 +417,7 @@ def _differences(
     if _is_too_short(spec, target):
         further += (f"stock stops, since the draft has {positions(spec)} positions and the target {target.context}",)
     if spec.stock.uses_aux and reading is None:
-        first = f"stock has no EAGLE-3 capture on {target.architecture} and refuses to start"
+        first = f"stock refuses to start, since it has no EAGLE-3 capture on {target.architecture}"
     elif stock_boundaries is None:
         first = f"stock loses one of the hidden states that it looks for; this draft was trained on {wanted}"
     elif stock_boundaries != boundaries:
@@ -425,6 +428,25 @@ def _differences(
     else:
         return further
     return (first, *further)
+
+
+def findings_without_target(spec: DraftSpec) -> tuple[Finding, ...]:
+    """List what is wrong or doubtful about a draft whose target is not known, ambiguities as ``strict`` has them."""
+    if spec.sources is not None:
+        return apply_strict(spec, spec.findings)
+    undeclared = Finding(
+        "warning",
+        "no_sources_declared",
+        f"{spec.path}/config.json: names no hidden states; expected the ones that it was trained on. Of a target of n "
+        f"layers stock's default would be taken, boundaries [2, n // 2, n - 3]. {_declare(spec, 'TARGET')}",
+    )
+    return apply_strict(spec, (*spec.findings, undeclared))
+
+
+def _declare(spec: DraftSpec, target: str) -> str:
+    """Say how a draft comes to name its hidden states."""
+    pair = f"{shlex.quote(spec.path)} --target {shlex.quote(target)}"
+    return f'Declare them: "eagle3_ext": {{"sources": [...]}}, or find them out: sglang-eagle3 probe {pair}.'
 
 
 def apply_strict(spec: DraftSpec, findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -486,16 +508,58 @@ def permute_blocks(items: Sequence[T], plan: AssemblyPlan) -> list[T]:
     return [items[block] for block in plan.block_of]
 
 
-def spellings(plan: AssemblyPlan) -> dict[str, tuple[int | None, ...] | None]:
-    """Spell a plan's states in the ways other programs name them.
+def permute_tensors(tensors: Mapping[str, Tensor], plan: AssemblyPlan) -> dict[str, Tensor]:
+    """Put a draft's ``fc`` and the norms that are tied to its blocks into capture order.
+
+    Args:
+        tensors: canonical name -> tensor.
+        plan: the plan whose ``block_of`` says which block each captured state feeds.
 
     Returns:
-        ``sglang``: ids for stock on this target class, ``vllm``: vLLM's ids (both ascending, since both
-        engines emit in that order), each ``None`` where no list says it; ``hf``: the indices into
-        ``outputs.hidden_states`` of transformers in fc column order, with ``None`` for boundary n, which
-        is not among them (``hidden_states[n]`` is the state after the final norm).
+        The same names; ``fc.weight``, ``input_norm.weight`` and ``fc_norm.N.weight`` are moved, the others untouched.
+    """
+    moved = {key: permute_fc_weight(tensors[key], plan) for key in ("fc.weight", "input_norm.weight") if key in tensors}
+    norms = [key for i in range(len(plan.block_of)) if (key := f"fc_norm.{i}.weight") in tensors]
+    if norms:
+        moved |= zip(norms, permute_blocks([tensors[key] for key in norms], plan), strict=True)
+    return {**tensors, **moved}
+
+
+def spellings(plan: AssemblyPlan) -> dict[str, tuple[int | None, ...] | None]:
+    """Spell a plan's states in the ways other programs name them, all in fc column order.
+
+    Returns:
+        ``sglang``: the ids that stock on this target class has for them, ``vllm``: vLLM's ids, each ``None`` where no
+        list says it; ``hf``: the indices into ``outputs.hidden_states`` of transformers, with ``None`` for boundary
+        n, which is not among them (``hidden_states[n]`` is the state after the final norm). Both engines emit in
+        ascending order; :func:`spell_ids` says so where that is another one.
     """
     n = plan.target.num_layers
-    vllm = None if "final_norm" in plan.capture else tuple(b for b in plan.capture if b != "final_norm")
+    layers = tuple(b for b in plan.boundaries if b != "final_norm")
+    vllm = layers if len(layers) == len(plan.boundaries) else None
+    sglang = None
+    if plan.stock_ids is not None:
+        shift = min(plan.stock_ids) - min(layers)
+        sglang = tuple(b + shift for b in layers)
     hf = tuple(n if b == "final_norm" else (None if b == n else b) for b in plan.boundaries)
-    return {"sglang": plan.stock_ids, "vllm": vllm, "hf": hf}
+    return {"sglang": sglang, "vllm": vllm, "hf": hf}
+
+
+def spell_ids(plan: AssemblyPlan) -> Iterator[tuple[str, str]]:
+    """Spell a plan's states in the words of other programs, in fc column order: the program's name, and a line.
+
+    A list that an engine has to be given in another order, and an order that no list brings about, is said.
+    """
+    spelled = spellings(plan)
+    lists: dict[str, tuple[Boundary, ...] | None] = {"sglang": plan.stock_ids, "vllm": plan.capture}
+    for label, key in (("SGLang ids", "sglang"), ("vLLM ids", "vllm"), ("hidden_states", "hf")):
+        ids, listed = spelled[key], lists.get(key)
+        text = "not expressible" if ids is None else _listed(ids)
+        if ids is not None and listed is not None and listed != ids:
+            how = "" if plan.is_identity else ", and it concatenates in ascending order, whatever its list says"
+            text += f" (to be listed as {_listed(listed)}{how})"
+        yield label, text
+
+
+def _listed(ids: Iterable[Boundary | None]) -> str:
+    return ", ".join("none" if i is None else str(i) for i in ids)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext import __version__, assembly, formats, probe, resave
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
-from sglang_eagle3_ext.spec import AssemblyPlan, Attention, DraftSpec, Finding, Source
+from sglang_eagle3_ext.spec import AssemblyPlan, Attention, DraftSpec, Finding, Source, TargetFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,7 @@ INSPECT_KEYS = (
     "findings",
     "unconsumed_tensors",
     "missing_tensors",
+    "stock",
 )
 """The keys of ``inspect --json``; stable, and described in docs/inspect.schema.json."""
 
@@ -107,8 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="an eagle3_ext object, merged over the draft's own as --json-model-override-args would",
     )
-    inspect.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
-    inspect.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
+    resave.add_revisions(inspect)
     inspect.add_argument("--weights", action="store_true", help="look at every value, too")
     output = inspect.add_mutually_exclusive_group()
     output.add_argument("--trace", action="store_true", help="print the forward pass with its shapes")
@@ -123,12 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     doctor.set_defaults(command=_doctor)
 
-    from sglang_eagle3_ext.host import bench, serve
+    from sglang_eagle3_ext.host import bench, features, serve
 
     serve.add_command(commands)
     bench.add_command(commands)
     resave.add_command(commands)
-    probe.add_command(commands)
+    probe.add_command(commands, features.write_states)
     return parser
 
 
@@ -154,17 +154,26 @@ def _doctor(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     spec: DraftSpec | None = None
     plan: AssemblyPlan | None = None
-    findings: tuple[Finding, ...]
+    target: TargetFacts | None = None
+    unread: list[Finding] = []
     try:
-        spec = formats.read_draft(args.draft, override=args.override, revision=args.revision)
-        findings = assembly.apply_strict(spec, spec.findings)
-        if args.target is not None:
-            plan = assembly.plan(spec, formats.read_target(args.target, revision=args.target_revision))
-            findings = plan.findings
+        spec = formats.read_draft(
+            args.draft, override=args.override, override_place="--override", revision=args.revision
+        )
     except CheckpointError as error:
-        if not args.json:
-            raise
-        findings = (*(spec.findings if spec else ()), *error.findings)
+        unread += error.findings
+    try:
+        target = None if args.target is None else formats.read_target(args.target, revision=args.target_revision)
+    except CheckpointError as error:
+        unread += error.findings
+    if unread and not args.json:
+        raise CheckpointError.from_findings(unread)
+    findings: tuple[Finding, ...] = tuple(unread)
+    if spec is not None and target is not None:
+        plan = assembly.plan(spec, target)
+        findings = plan.findings
+    elif spec is not None:
+        findings = (*(assembly.findings_without_target(spec) if args.target is None else spec.findings), *unread)
     if args.weights and spec is not None:
         findings += formats.check_values(
             spec, args.target if plan else None, target_revision=args.target_revision, progress=_progress
@@ -256,6 +265,13 @@ def _as_json(spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterab
         "origins": dict(plan.origins if plan else spec.origins),
         "unconsumed_tensors": list(spec.unconsumed),
         "missing_tensors": list(spec.missing),
+        "stock": {
+            "starts": plan.stock_starts if plan else None if spec.stock.loads else False,
+            "serves_same": plan.equals_stock if plan else None,
+            "boundaries": list(plan.stock_boundaries) if plan and plan.stock_boundaries else None,
+            "ids": list(plan.stock_ids) if plan and plan.stock_ids else None,
+            "differences": list(plan.differences if plan else spec.stock.differences),
+        },
     }
 
 
@@ -267,7 +283,7 @@ def _rows(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str
         words = [assembly.spell(b, plan.target.num_layers) for b in plan.boundaries]
         yield ("fc <-" if spec.fc_in else "reads"), " | ".join(words), "sources"
         yield "boundaries", ", ".join(map(str, plan.boundaries)), None
-        yield from _spelling_rows(plan)
+        yield from ((label, text, None) for label, text in assembly.spell_ids(plan))
     else:
         yield (
             ("fc <-" if spec.fc_in else "reads"),
@@ -310,15 +326,6 @@ def _rows(spec: DraftSpec, plan: AssemblyPlan | None) -> Iterator[tuple[str, str
         yield "trained for", spec.verifier.name, None
 
 
-def _spelling_rows(plan: AssemblyPlan) -> Iterator[tuple[str, str, str | None]]:
-    """Spell the assembly in the words of other programs."""
-    spelled = assembly.spellings(plan)
-    for label, key in (("SGLang ids", "sglang"), ("vLLM ids", "vllm"), ("hidden_states", "hf")):
-        ids = spelled[key]
-        text = "not expressible" if ids is None else ", ".join("none" if i is None else str(i) for i in ids)
-        yield label, text, None
-
-
 def _as_text(spec: DraftSpec, plan: AssemblyPlan | None, findings: Sequence[Finding]) -> Iterator[str]:
     """Lay out a draft for reading."""
     origins = plan.origins if plan else spec.origins
@@ -335,7 +342,11 @@ def _as_text(spec: DraftSpec, plan: AssemblyPlan | None, findings: Sequence[Find
         if plan.equals_stock:
             yield "stock SGLang serves this draft the same way"
         else:
-            yield "stock SGLang would serve another draft:"
+            yield (
+                "stock SGLang would serve another draft:"
+                if plan.stock_starts
+                else "stock SGLang cannot serve this draft:"
+            )
             yield from (f"  {difference}" for difference in plan.differences)
     if findings:
         yield ""

@@ -19,25 +19,20 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
-from sglang_eagle3_ext.formats import IGNORED, read_draft, read_target, read_tensors
-from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE
+from sglang_eagle3_ext.formats import IGNORED, read_draft, read_pair, read_target, read_tensors
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, STOCK_MLA_ARCHITECTURE
 from sglang_eagle3_ext.formats.folder import locate, read_json
+from sglang_eagle3_ext.json_text import REMOVE, Edit, edit_json
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary, DraftSpec, Finding, TargetFacts
 
 Engine = Literal["stock", "vllm"]
 ENGINES: dict[Engine, str] = {"stock": "stock SGLang", "vllm": "vLLM"}
-
-REMOVE = object()
-"""As the value of an edit: take the member out."""
-
-Edit = tuple[tuple[str, ...], Any]
-"""The path of a member of a JSON object, and its new value."""
 
 _EXT = "eagle3_ext"
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -67,12 +62,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     configure.add_argument("--unset", action="append", default=[], metavar="KEY", help="remove a key of eagle3_ext")
     configure.add_argument("--target", help="folder or Hub id of the target; needed for the ids of stock SGLang")
-    configure.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
-    configure.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
+    add_revisions(configure)
     where = configure.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", help="write a complete copy of the draft there instead")
     where.add_argument("--print", action="store_true", help="print the new config.json and write nothing")
-    configure.set_defaults(command=_configure)
+    configure.set_defaults(command=_configure, refuse_in_place=_refuse_in_place)
 
     export = commands.add_parser(
         "export",
@@ -84,9 +78,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     export.add_argument("--for", dest="engine", choices=sorted(ENGINES), required=True, help="the engine")
     export.add_argument("--target", required=True, help="folder or Hub id of the target")
     export.add_argument("--out", metavar="DIR", required=True, help="folder to write; absent or empty")
-    export.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
-    export.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
+    add_revisions(export)
     export.set_defaults(command=_export)
+
+
+def add_revisions(command: argparse.ArgumentParser) -> None:
+    """Add the flags that say which revision of a draft and of a target on the Hub is meant."""
+    command.add_argument("--revision", help="branch, tag or commit of the draft on the Hub")
+    command.add_argument("--target-revision", metavar="REVISION", help="the same for the target")
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -108,163 +107,6 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key, parsed
     except (ValueError, RecursionError):
         return key, value
-
-
-# ---- JSON as text ---------------------------------------------------------------------------------------
-
-
-class _Member(NamedTuple):
-    """One member of an object, by the places in the text where key and value begin and end."""
-
-    key: str
-    key_start: int
-    key_end: int
-    start: int
-    end: int
-
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
-
-
-def edit_json(text: str, edits: Iterable[Edit]) -> str:
-    """Change members of a JSON object and leave every other byte of its text as it is.
-
-    Args:
-        text: a JSON object, however it is laid out.
-        edits: paths and their new values, or :data:`REMOVE`; objects on the way are made where they are missing.
-
-    Returns:
-        The new text, in the indentation, line ends and spacing of the old one. A member that stood in the text
-        more than once and is edited stands there once.
-
-    Raises:
-        ValueError: the text is no JSON object.
-    """
-    expected = json.loads(text)
-    if not isinstance(expected, dict):
-        raise ValueError(f"text: got {type(expected).__name__}; expected a JSON object. Check the file.")
-    for path, value in edits:
-        text = _edit(text, _skip(text, 0), path, value)
-        _apply(expected, path, value)
-    if json.dumps(json.loads(text), sort_keys=True) != json.dumps(expected, sort_keys=True):
-        raise ValueError("text: the edit would change more than was asked for; expected no such text. Report it.")
-    return text
-
-
-def _apply(config: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Make an edit on the parsed object, as the independent check of the one on its text."""
-    *parents, last = path
-    for key in parents:
-        if not isinstance(config.get(key), dict):
-            if value is REMOVE:
-                return
-            config[key] = {}
-        config = config[key]
-    if value is REMOVE:
-        config.pop(last, None)
-    else:
-        config[last] = value
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
-
-
-def _members(text: str, brace: int) -> tuple[list[_Member], int]:
-    """List the members of the object that opens at ``brace``, and the place of its closing brace."""
-    members = []
-    at = _skip(text, brace + 1)
-    while text[at] != "}":
-        key, key_end = _DECODER.raw_decode(text, at)
-        start = _skip(text, _skip(text, key_end) + 1)
-        _, end = _DECODER.raw_decode(text, start)
-        members.append(_Member(key, at, key_end, start, end))
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
-    return members, at
-
-
-def _edit(text: str, brace: int, path: Sequence[str], value: Any) -> str:
-    key, *rest = path
-    members, close = _members(text, brace)
-    same = [i for i, member in enumerate(members) if member.key == key]
-    if len(same) > 1:
-        # The last one is what every reader of ours believes.
-        return _edit(_cut(text, brace, same[0]), brace, path, value)
-    found = members[same[0]] if same else None
-    if found is not None and rest and text[found.start] == "{":
-        return _edit(text, found.start, rest, value)
-    if value is REMOVE:
-        return text if found is None or rest else _cut(text, brace, same[0])
-    for part in reversed(rest):
-        value = {part: value}
-    if found is not None:
-        return text[: found.start] + _render(text, value, brace, same[0]) + text[found.end :]
-    if not members:
-        return _fill_empty(text, brace, close, key, value)
-    last = members[-1]
-    lead, colon = _lead(text, brace, len(members) - 1), text[last.key_end : last.start]
-    if not lead and colon != ":":
-        lead = " "  # the only member of an object on one line
-    added = f",{lead}{json.dumps(key, ensure_ascii=False)}{colon}{_render(text, value, brace, len(members) - 1)}"
-    return text[: last.end] + added + text[last.end :]
-
-
-def _cut(text: str, brace: int, index: int) -> str:
-    """Take a member out with the comma that belongs to it."""
-    members, close = _members(text, brace)
-    if index:
-        return text[: members[index - 1].end] + text[members[index].end :]
-    if len(members) > 1:
-        return text[: members[0].key_start] + text[members[1].key_start :]
-    return text[: brace + 1] + text[close:]
-
-
-def _newline(text: str) -> str:
-    return "\r\n" if "\r\n" in text else "\n"
-
-
-def _lead(text: str, brace: int, index: int) -> str:
-    """Tell the white space before a member, blank lines aside."""
-    members, _ = _members(text, brace)
-    before = _skip(text, members[index - 1].end) if index else brace
-    lead = text[before + 1 : members[index].key_start]
-    return _newline(text) + lead.rpartition("\n")[2] if "\n" in lead else lead
-
-
-def _unit(text: str) -> str:
-    """Tell by how much the text indents one level."""
-    brace = _skip(text, 0)
-    members, _ = _members(text, brace)
-    return _lead(text, brace, 0).rpartition("\n")[2] if members else "  "
-
-
-def _render(text: str, value: Any, brace: int, index: int) -> str:
-    """Spell a value the way the member at ``index`` is laid out."""
-    member = _members(text, brace)[0][index]
-    lead, colon = _lead(text, brace, index), text[member.key_end : member.start]
-    return _spell(text, value, lead, colon)
-
-
-def _spell(text: str, value: Any, lead: str, colon: str) -> str:
-    if "\n" not in lead:
-        comma = "," if colon == ":" else ", "
-        return json.dumps(value, ensure_ascii=False, separators=(comma, colon))
-    lines = json.dumps(value, ensure_ascii=False, indent=_unit(text), separators=(",", colon))
-    return lines.replace("\n", lead)
-
-
-def _fill_empty(text: str, brace: int, close: int, key: str, value: Any) -> str:
-    """Put the first member into an empty object, one level deeper than the line it opens on."""
-    if "\n" not in text.strip():
-        return f"{text[: brace + 1]}{json.dumps(key)}: {_spell(text, value, '', ': ')}{text[close:]}"
-    line = text[text.rfind("\n", 0, brace) + 1 : brace]
-    outer = _newline(text) + line[: _skip(line, 0)]
-    lead = outer + _unit(text)
-    return f"{text[: brace + 1]}{lead}{json.dumps(key)}: {_spell(text, value, lead, ': ')}{outer}{text[close:]}"
 
 
 # ---- configure ------------------------------------------------------------------------------------------
@@ -295,7 +137,7 @@ def _configure(args: argparse.Namespace) -> int:
                 f"{file}:eagle_config.{_IDS}: would change which hidden states are read; expected the declared ones. "
                 "Leave out --target, and report it."
             )
-    _say(f.message for f in (plan.findings if plan else spec.findings) if f.severity == "warning")
+    _say(f.message for f in spec.findings if f.severity == "warning")
     _say([note])
     nested = config.get("eagle_config")
     held = nested.get(_IDS) if isinstance(nested, dict) else None
@@ -393,9 +235,9 @@ def _judge(folder: Path, text: str, target: TargetFacts | None) -> tuple[DraftSp
             message = str(error).replace(scratch, str(folder))
             raise CheckpointError(message, rename(error.findings)) from None
     spec = replace(spec, path=str(folder), findings=rename(spec.findings))
-    spec = replace(spec, findings=assembly.apply_strict(spec, spec.findings))
     plan = assembly.plan(spec, target) if target is not None else None
-    findings = plan.findings if plan is not None else spec.findings
+    findings = plan.findings if plan is not None else assembly.findings_without_target(spec)
+    spec = replace(spec, findings=findings)
     if any(f.severity == "error" for f in findings):
         raise CheckpointError.from_findings(findings)
     return spec, plan
@@ -472,8 +314,8 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    spec = read_draft(args.draft, revision=args.revision)
-    plan = assembly.plan(spec, read_target(args.target, revision=args.target_revision))
+    spec, target = read_pair(args.draft, args.target, revision=args.revision, target_revision=args.target_revision)
+    plan = assembly.plan(spec, target)
     assembly.check(plan)
     name = ENGINES[args.engine]
     reasons = list(_reasons(args.engine, plan))
@@ -507,7 +349,6 @@ def _reasons(engine: Engine, plan: AssemblyPlan) -> Iterator[str]:
     has_fc = spec.fc_in is not None
     own_shared = spec.embed == "own" and spec.hidden_size == spec.target_hidden_size
     rows: list[tuple[object, str]] = [
-        (a.kind != "gqa", f"reads this layout with grouped-query attention only, not {a.kind}"),
         (not norms.final_norm, "applies a final norm before the head, this draft has none"),
         (a.qk_norm, "has no q and k norms in the draft's attention"),
     ]
@@ -518,7 +359,8 @@ def _reasons(engine: Engine, plan: AssemblyPlan) -> Iterator[str]:
             (norms.residual == "post_norm", "adds attention to the fc output before hidden_norm, not after it"),
             (a.qkv_bias, "drops the biases of q, k and v"),
             (spec.mlp_bias, "drops the biases of the MLP"),
-            (spec.fc_bias and not a.o_bias, "builds o_proj with a bias wherever fc has one"),
+            (spec.fc_bias and a.kind == "gqa" and not a.o_bias, "builds o_proj with a bias wherever fc has one"),
+            *_latent_reasons(spec),
             (a.sliding_window, f"attends to the whole context, not to a window of {a.sliding_window}"),
             (
                 own_shared,
@@ -528,6 +370,7 @@ def _reasons(engine: Engine, plan: AssemblyPlan) -> Iterator[str]:
         ]
     else:
         rows += [
+            (a.kind == "mla", "has classes of its own for latent attention, whose reading has not been looked at"),
             (has_fc and "final_norm" in plan.capture, "cannot capture the state after the final norm"),
             (has_fc and len(plan.capture) != 3, f"builds fc for 3 sources, not {len(plan.capture)}"),
             (norms.around_fc != "none", f"applies no norm around fc, this draft one {norms.around_fc}"),
@@ -538,6 +381,17 @@ def _reasons(engine: Engine, plan: AssemblyPlan) -> Iterator[str]:
             (spec.lm_head != "own", "needs a head in the draft's own file"),
         ]
     yield from (sentence for applies, sentence in rows if applies)
+
+
+def _latent_reasons(spec: DraftSpec) -> Iterator[tuple[object, str]]:
+    """Name what stock's class for latent attention computes otherwise."""
+    a = spec.attention
+    if a.latent is None:
+        return
+    yield a.num_layers > 1, f"builds MLA drafts of one layer only, not of {a.num_layers}"
+    yield a.latent.q_lora_rank is None, "needs a latent of the queries (q_lora_rank), which this draft has not"
+    yield spec.norms.around_fc == "concatenation", "applies no norm over the concatenation in an MLA draft"
+    yield not spec.rope.interleaved, "rotates neighbouring elements of a head together, not its halves"
 
 
 def _engine_config(engine: Engine, plan: AssemblyPlan, folder: Path) -> str:
@@ -565,14 +419,16 @@ def _lookup(config: Mapping[str, Any], path: Sequence[str]) -> Any:
 def _flat_edits(engine: Engine, plan: AssemblyPlan, config: Mapping[str, Any]) -> Iterator[Edit]:
     """Say every fact of the draft where the engines look for it."""
     spec, norms, a = plan.spec, plan.spec.norms, plan.spec.attention
-    yield ("architectures",), [STOCK_ARCHITECTURE]
+    yield ("architectures",), [STOCK_ARCHITECTURE if a.latent is None else STOCK_MLA_ARCHITECTURE]
     if "model_type" not in config:
-        yield ("model_type",), "llama"
+        yield ("model_type",), "llama" if a.latent is None else "deepseek_v3"
+    # Of latent attention, transformers calls the rotated part head_dim, and fills it in by itself.
+    sizes = {"head_dim": a.head_dim} if a.latent is None else asdict(a.latent)
     for key, value in (
         ("hidden_size", spec.hidden_size),
         ("num_attention_heads", a.heads),
         ("num_key_value_heads", a.kv_heads),
-        ("head_dim", a.head_dim),
+        *sizes.items(),
         ("num_hidden_layers", a.num_layers),
         ("vocab_size", spec.vocab.target),
         ("rms_norm_eps", spec.rms_norm_eps),
@@ -649,9 +505,7 @@ def _write_weights(engine: Engine, plan: AssemblyPlan, stage: Path) -> None:
     total = sum(not name.startswith(IGNORED) for name in spec.weights.values())
     with _progress(total, "tensor") as advance:
         for name, tensor in read_tensors(spec):
-            if name in ("fc.weight", "input_norm.weight"):
-                tensor = assembly.permute_fc_weight(tensor, plan)
-            elif name == "d2t" and spec.vocab.map == "absolute":
+            if name == "d2t" and spec.vocab.map == "absolute":
                 tensor = tensor.to(torch.int64) - torch.arange(len(tensor))
             elif match := re.fullmatch(r"layers\.([1-9]\d*)\.input_layernorm\.weight", name):
                 # Stock knows this norm by the name of another one of the first layer.
@@ -659,9 +513,7 @@ def _write_weights(engine: Engine, plan: AssemblyPlan, stage: Path) -> None:
             # Cloned, since two names may share one storage in a file of PyTorch's, which safetensors refuses.
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
             advance(1)
-    if spec.norms.around_fc == "per_source":
-        norms = [f"fc_norm.{i}.weight" for i in range(spec.num_sources)]
-        tensors |= zip(norms, assembly.permute_blocks([tensors[name] for name in norms], plan), strict=True)
+    tensors = {name: tensor.contiguous() for name, tensor in assembly.permute_tensors(tensors, plan).items()}
     try:
         save_file(tensors, stage / "model.safetensors", metadata={"format": "pt"})
         # safetensors writes for its owner alone, and the server may be somebody else.
@@ -744,13 +596,33 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files of a folder, those in folders it links to included, relative to it."""
+    """List all files of a folder, those in folders it links to included, relative to it.
+
+    Raises:
+        UnsupportedError: a link leads nowhere or a folder cannot be listed, so that a copy would lack something.
+    """
     inside: list[Path] = []
-    entered = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        entered.add(os.path.realpath(place))
-        folders[:] = [name for name in folders if os.path.realpath(Path(place, name)) not in entered]
-        inside += [path for path in (Path(place, name) for name in names) if path.is_file()]
+
+    def enter(place: Path, above: frozenset[str]) -> None:
+        real = os.path.realpath(place)
+        if real in above:
+            _say([f"{place}: leads back to a folder that it lies in; it was not followed"])
+            return
+        for path in sorted(place.iterdir()):
+            if path.is_dir():
+                enter(path, above | {real})
+            elif path.is_file():
+                inside.append(path)
+            else:
+                raise OSError(f"{path}, which leads nowhere" if path.is_symlink() else f"{path}, which is no file")
+
+    try:
+        enter(folder, frozenset())
+    except OSError as error:
+        raise UnsupportedError(
+            f"{folder}: cannot be copied as a whole, got {error}; expected files and folders that can be read. Repair "
+            "or remove it."
+        ) from error
     return sorted(path.relative_to(folder) for path in inside)
 
 

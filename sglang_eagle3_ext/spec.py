@@ -200,6 +200,10 @@ class Expected:
     draft_tokens: int
 
 
+STOCK_STOPS = ("stock stops", "stock refuses")
+"""How a sentence on a difference begins where stock does not start at all."""
+
+
 @dataclass(frozen=True)
 class StockView:
     """What stock SGLang 0.5.23 makes of a checkpoint as it lies on disk, before any target is known.
@@ -210,7 +214,7 @@ class StockView:
         uses_aux: whether stock captures anything; otherwise the draft reads the state after the final norm.
         loads: whether stock takes the checkpoint for an EAGLE-3 draft at all.
         differences: one sentence for each thing that stock would compute otherwise, its choice of
-            boundaries aside.
+            boundaries aside; see ``STOCK_STOPS``.
     """
 
     ids: tuple[int, ...] | None = None
@@ -446,7 +450,7 @@ class AssemblyPlan:
         stock_ids: the id list with which stock would capture ``capture`` on this target class; ``None``
             where no list does.
         equals_stock: whether stock, given this checkpoint as it lies on disk, computes the same draft.
-        differences: one sentence for each thing stock would do otherwise.
+        differences: one sentence for each thing stock would do otherwise; see ``STOCK_STOPS``.
         origins: field name -> origin, the spec's with the plan's own added.
         findings: the spec's findings and those that need the target.
     """
@@ -467,3 +471,8 @@ class AssemblyPlan:
     def is_identity(self) -> bool:
         """Say whether ``fc`` can be used as stored."""
         return self.block_of == tuple(range(len(self.block_of)))
+
+    @property
+    def stock_starts(self) -> bool:
+        """Say whether stock starts with these files as an EAGLE-3 draft, whatever it then computes."""
+        return self.spec.stock.loads and not any(sentence.startswith(STOCK_STOPS) for sentence in self.differences)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.demo.target import ROOT, make_target
-from sglang_eagle3_ext.host import bench
+from sglang_eagle3_ext.host import bench, report
 from sglang_eagle3_ext.host.measure import MODEL, client_of
 from sglang_eagle3_ext.host.servers import Server, ServerError
 
@@ -179,18 +179,18 @@ def run(options: argparse.Namespace) -> int:
     result = bench.compare(settings, machine, OUT / "demo.json", while_up)
 
     print(f"\n{len(prompts)} questions absent from the training, {options.rounds} rounds:\n")
-    print(bench.text_table(bench.HEADER, bench.cells(result)))
+    print(report.text_table(report.HEADER, report.cells(result)))
     for group, figures in result["groups"].items():
         length = figures["spec_accept_length"]["ours"]
         print(f"  {figures['prompts']} on topics {GROUPS[group]}: {_spell_length(length)} as it was trained")
     for item in result["differences"]:
-        print(f"  {bench.describe(item, result['settings']['dtype'])}")
+        print(f"  {report.describe(item, result['settings']['dtype'])}")
     print(f"\n{verdict(result)}")
     for doubt in speed_doubts(result):
         print(f"{doubt} Something else kept this machine busy, or it is too small for three servers; run it again.")
     missed = missed_claims(result)
     print(*by_hand, sep="\n")
-    drawn = bench.picture(result, OUT / "demo.png")
+    drawn = report.picture(result, OUT / "demo.png")
     print(f"\nAll figures: {os.path.relpath(OUT / 'demo.json')}" + (" and demo.png beside it" if drawn else ""))
     for claim in missed:
         print(f"FAILED: {claim}", file=sys.stderr)

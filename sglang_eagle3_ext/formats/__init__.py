@@ -6,6 +6,7 @@
                 one dialect each; a further one is one more file and one more line in ``READERS``
 ``flat``        what the dialects with all keys at the top level share: all of them but ``speculators``
 ``reading``     a checkpoint while it is read: the dialect's keys, the home of each tensor
+``keys``        a JSON object's keys read into a struct, every wrong one reported
 ``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
                 are ``fc``, ``attention``, ``rope`` and ``vocab``
 ``values``      a stream over the values
@@ -20,17 +21,29 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import angelslim, automodel, deepseek, eagle, modelopt, speculators, torchspec, vllm
+from sglang_eagle3_ext.formats.eagle3_ext import OVERRIDE, Positive
 from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE
-from sglang_eagle3_ext.formats.folder import Folder, fatal, load_tensors, locate, read_json
-from sglang_eagle3_ext.formats.reading import IGNORED, convert
+from sglang_eagle3_ext.formats.folder import Folder, fatal, headers, load_tensors, locate, read_json
+from sglang_eagle3_ext.formats.keys import read_keys, spell
+from sglang_eagle3_ext.formats.reading import IGNORED
 from sglang_eagle3_ext.formats.values import check_values
-from sglang_eagle3_ext.spec import DraftSpec, TargetFacts, stock_reading
+from sglang_eagle3_ext.spec import DraftSpec, Finding, TargetFacts, stock_reading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ARCHITECTURES", "IGNORED", "READERS", "check_values", "read_draft", "read_target", "read_tensors"]
+__all__ = [
+    "ARCHITECTURES",
+    "IGNORED",
+    "READERS",
+    "check_values",
+    "read_draft",
+    "read_pair",
+    "read_target",
+    "read_tensors",
+]
 
 READERS: dict[str, Callable[[Folder], DraftSpec | str]] = {
     "angelslim": angelslim.claim_and_read,
@@ -55,6 +68,7 @@ def read_draft(
     path: str | os.PathLike[str],
     *,
     override: Mapping[str, Any] | None = None,
+    override_place: str = OVERRIDE,
     revision: str | None = None,
 ) -> DraftSpec:
     """Read everything a draft checkpoint says about how it was trained.
@@ -65,16 +79,19 @@ def read_draft(
         path: local folder or Hub id (Hugging Face's cache and offline flag are honoured).
         override: the ``eagle3_ext`` object of ``--json-model-override-args``, merged key by key over the
             checkpoint's own.
+        override_place: where that was given, for messages.
         revision: branch, tag or commit of a Hub id; ignored for a local folder.
 
     Returns:
         The draft's facts. Problems that leave them readable are in ``findings``.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read at all: nothing there, broken files, an ``eagle3_ext``
-            that is not understood, or no dialect (or more than one) that claims it.
+        CheckpointError: the checkpoint cannot be read at all: nothing there, broken files, a key of the wrong type, an
+            ``eagle3_ext`` that is not understood, or no dialect (or more than one) that claims it. It holds
+            everything else that is wrong, too.
     """
-    folder = Folder.open(locate(path, revision), override)
+    _refuse_whole_model(path, revision)
+    folder = Folder.open(locate(path, revision), override, override_place)
     answers = {name: claim(folder) for name, claim in READERS.items()}
     claimed = {name: answer for name, answer in answers.items() if isinstance(answer, DraftSpec)}
     if len(claimed) > 1:
@@ -85,12 +102,98 @@ def read_draft(
         )
     if not claimed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in answers.items())
-        raise fatal(
+        unclaimed = Finding(
+            "error",
             "dialect_unknown",
             f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one of "
             f"{', '.join(READERS)}. Check that the folder holds a draft.",
         )
-    return next(iter(claimed.values()))
+        raise CheckpointError.from_findings([*folder.findings, unclaimed])
+    spec = next(iter(claimed.values()))
+    if any(finding.code in _UNREADABLE for finding in spec.findings):
+        raise CheckpointError.from_findings(spec.findings)
+    return spec
+
+
+_UNREADABLE = frozenset({"config_type", "eagle3_ext"})
+"""Codes of problems that leave nothing to go by, though the rest was checked with the value taken for absent."""
+
+_DRAFT_KEYS = frozenset({"draft_vocab_size", "eagle3_ext", "eagle_config", "speculators_model_type"})
+"""Keys that only drafts have."""
+
+_MOST_DRAFT_LAYERS = 4
+
+
+def _is_draft(config: Mapping[str, Any]) -> bool:
+    """Say whether a ``config.json`` is that of an EAGLE-3 draft, as far as it tells by itself."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return not _DRAFT_KEYS.isdisjoint(config) or (isinstance(first, str) and first in ARCHITECTURES)
+
+
+def _refuse_whole_model(path: str | os.PathLike[str], revision: str | None) -> None:
+    """Refuse a language model that was named as the draft, before its weights are fetched or looked at.
+
+    Raises:
+        CheckpointError: nothing in the config is a draft's, and it has the class and the depth of a target.
+    """
+    file = locate(path, revision, weights=False) / "config.json"
+    config = read_json(file, "config_unreadable")
+    names = config.get("architectures")
+    layers = {**config, **_language_model(config)}.get("num_hidden_layers")
+    if _is_draft(config) or not isinstance(names, list) or not isinstance(layers, int) or layers <= _MOST_DRAFT_LAYERS:
+        return
+    if names[:1] and isinstance(names[0], str) and stock_reading(names[0]) is not None and not _has_fc(file.parent):
+        raise fatal(
+            "dialect_unknown",
+            f"{file}: describes a whole language model, got {names[0]} of {layers} layers as the draft; expected an "
+            "EAGLE-3 draft. Where draft and target stand in each other's place, swap them.",
+        )
+
+
+def _has_fc(folder: Path) -> bool:
+    """Say whether the weights that lie in a folder have an ``fc``, whose config then only looks like a target's."""
+    try:
+        return any(name.endswith("fc.weight") for name in headers(folder, []))
+    except CheckpointError:
+        return False
+
+
+def read_pair(
+    draft: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    target_revision: str | None = None,
+) -> tuple[DraftSpec, TargetFacts]:
+    """Read a draft and its target, and report what is wrong with either of them at once.
+
+    Args:
+        draft: local folder or Hub id.
+        target: the same.
+        revision: branch, tag or commit of the draft on the Hub.
+        target_revision: the same for the target.
+
+    Returns:
+        The facts of both.
+
+    Raises:
+        CheckpointError: one of them, or both, cannot be read.
+    """
+    findings: list[Finding] = []
+    spec: DraftSpec | None = None
+    facts: TargetFacts | None = None
+    try:
+        spec = read_draft(draft, revision=revision)
+    except CheckpointError as error:
+        findings += error.findings
+    try:
+        facts = read_target(target, revision=target_revision)
+    except CheckpointError as error:
+        findings += error.findings
+    if spec is None or facts is None:
+        raise CheckpointError.from_findings(findings)
+    return spec, facts
 
 
 def read_tensors(spec: DraftSpec, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -116,10 +219,10 @@ def read_tensors(spec: DraftSpec, names: Collection[str] | None = None) -> Itera
 class TargetConfig(msgspec.Struct, frozen=True):
     """The sizes of a language model in Hugging Face's words."""
 
-    num_hidden_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_position_embeddings: int | None = None
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    vocab_size: Positive
+    max_position_embeddings: Positive | None = None
 
 
 def read_target(path: str | os.PathLike[str], *, revision: str | None = None) -> TargetFacts:
@@ -133,29 +236,47 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
         The target's facts.
 
     Raises:
-        CheckpointError: there is no such target, or its config lacks a size.
+        CheckpointError: there is no such target, it is a draft itself, or keys of its config are missing or wrong.
     """
-    folder = locate(path, revision, weights=False)
-    config = read_json(folder / "config.json", "target_unreadable")
-    # Multimodal wrappers keep the language model's sizes one level down.
-    inner: dict[str, Any] = next(
-        (config[k] for k in ("text_config", "llm_config", "language_config") if isinstance(config.get(k), dict)),
-        {},
-    )
-    sizes: TargetConfig = convert({**config, **inner}, TargetConfig, f"{folder}/config.json", "target_unreadable")
-    architectures = config.get("architectures") or inner.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+    file = locate(path, revision, weights=False) / "config.json"
+    config = read_json(file, "target_unreadable")
+    if _is_draft(config):
         raise fatal(
-            "target_unreadable",
-            f"{folder}/config.json:architectures: got {architectures!r}; expected the class of the target. Add the "
-            "key.",
+            "target_is_draft",
+            f"{file}: is an EAGLE-3 draft, got it as the target; expected the model that the draft was trained for. "
+            "Where draft and target stand in each other's place, swap them.",
         )
+    inner = _language_model(config)
+    names = config.get("architectures") or inner.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
+    read, wrong = read_keys({**config, **inner}, TargetConfig)
+    findings = [
+        Finding("error", "target_unreadable", f"{file}:{key}: {text}. Correct the value.") for key, text in wrong
+    ]
+    if not isinstance(architecture, str):
+        findings.append(
+            Finding(
+                "error",
+                "target_unreadable",
+                f"{file}:architectures: got {spell(names or config.get('architectures'))}; expected a list with the "
+                "class of the target. Correct the key.",
+            )
+        )
+    if findings or not isinstance(architecture, str):
+        raise CheckpointError.from_findings(findings)
+    sizes = TargetConfig(**read)
     return TargetFacts(
         path=str(path),
-        architecture=architectures[0],
+        architecture=architecture,
         num_layers=sizes.num_hidden_layers,
         hidden_size=sizes.hidden_size,
         vocab_size=sizes.vocab_size,
-        reading=stock_reading(architectures[0]),
+        reading=stock_reading(architecture),
         context=sizes.max_position_embeddings,
     )
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Find the language model's keys where a multimodal wrapper keeps them one level down; empty elsewhere."""
+    wrapped = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
+    return next((inner for inner in wrapped if isinstance(inner, dict)), {})

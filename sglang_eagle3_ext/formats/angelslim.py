@@ -6,7 +6,7 @@ were renamed to stock's architecture cannot be told from other drafts; ``"produc
 
 from __future__ import annotations
 
-from sglang_eagle3_ext.formats.flat import IDS, nested, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.flat import IDS, claim_flat, nested
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.spec import DraftSpec
 
@@ -23,9 +23,4 @@ def find_trace(folder: Folder) -> str | None:
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
     """Read the folder if AngelSlim wrote it."""
-    refusal = refuse_architecture(folder, (ARCHITECTURE,))
-    if refusal is not None:
-        return refusal
-    if find_trace(folder) is None:
-        return "it has ids, or no midlayer.*"
-    return read_flat(folder, "angelslim", producer="angelslim")
+    return claim_flat(folder, "angelslim", (ARCHITECTURE,), find_trace, "it has ids, or no midlayer.*")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.reading import LAYER_NAME, LatentConfig, Reading
 from sglang_eagle3_ext.spec import Attention, Latent
 
@@ -45,15 +44,12 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
         if declared is not None and declared > 0:
             r.origins[key] = "config"
             return declared
-        if from_tensors > 0 and declared is None:
+        if declared is not None:
+            r.report_value(f"{r.dialect.layer_place}{key}", declared, "a positive integer")
+        elif from_tensors > 0:
             r.origins[key] = "weights"
             return from_tensors
-        r.folder.add(
-            "error",
-            "config_incomplete",
-            f"{r.dialect.layer_place}{key}",
-            f"got {declared!r}, and no tensor that tells it; expected a positive integer. Add the key.",
-        )
+        r.report_incomplete(key)
         # Sizes that follow from this one are then told as missing, too, and not divided by zero.
         return 1
 
@@ -116,19 +112,18 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
 def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attention:
     layer, prefix = r.layer, "layers.0.self_attn."
     q_shape, k_shape = r.shape(f"{prefix}q_proj.weight"), r.shape(f"{prefix}k_proj.weight")
-    heads, head_dim = layer.num_attention_heads, layer.head_dim
+    heads, head_dim = layer.num_attention_heads or 0, layer.head_dim
     r.origins["heads"] = r.origins["head_dim"] = "config"
-    if heads is None and q_shape and head_dim:
+    for key, size in (("num_attention_heads", layer.num_attention_heads), ("head_dim", head_dim)):
+        if size is not None and size <= 0:
+            r.report_value(f"{r.dialect.layer_place}{key}", size, "a positive integer")
+            r.is_incomplete = True
+    if layer.num_attention_heads is None and q_shape and head_dim is not None and head_dim > 0:
         heads = q_shape[0] // head_dim
         r.origins["heads"] = "weights"
-    if not heads or heads < 0 or (head_dim is not None and head_dim <= 0):
-        r.folder.add(
-            "error",
-            "config_incomplete",
-            f"{r.dialect.layer_place}num_attention_heads",
-            f"got {layer.num_attention_heads!r} with head_dim {head_dim!r}; expected positive integers. Add the key.",
-        )
-        raise CheckpointError.from_findings(r.folder.findings)
+    if heads == 0:
+        r.report_incomplete("num_attention_heads")
+    r.raise_incomplete()
     if head_dim is None:
         usual = hidden_size // heads
         head_dim = q_shape[0] // heads if q_shape and q_shape[0] % heads == 0 else usual
@@ -193,7 +188,9 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
             f"got {layer.sliding_window} without use_sliding_window or layer_types; full attention was taken, as "
             "stock does. Set use_sliding_window to say which it is.",
         )
-    if windowed:
+    if windowed and layer.sliding_window <= 0:
+        r.report_value(place, layer.sliding_window, "a positive number of tokens")
+    elif windowed:
         r.folder.add(
             "info",
             "sliding_window",

@@ -5,7 +5,7 @@ Its serving helper renames the architecture to stock's and leaves the tensors' n
 
 from __future__ import annotations
 
-from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, claim_flat
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.spec import DraftSpec
 
@@ -21,10 +21,12 @@ def find_trace(folder: Folder) -> str | None:
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
     """Read the folder if NeMo Automodel wrote it."""
-    refusal = refuse_architecture(folder, (ARCHITECTURE, STOCK_ARCHITECTURE))
-    if refusal is not None:
-        return refusal
-    if find_trace(folder) is None:
-        return "the file has no model.fc.weight"
     # The config is the target's, and the draft's attention knows no window.
-    return read_flat(folder, "automodel", producer="automodel", own_windows=False)
+    return claim_flat(
+        folder,
+        "automodel",
+        (ARCHITECTURE, STOCK_ARCHITECTURE),
+        find_trace,
+        "the file has no model.fc.weight",
+        own_windows=False,
+    )

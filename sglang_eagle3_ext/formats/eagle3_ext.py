@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.keys import WrongKey, read_keys, spell
 from sglang_eagle3_ext.spec import Expected, Finding, IdMeaning, Order, Origin, Source, parse_source
 
 # Bounded above as well: JSON reads 1e999 as infinity.
-NonNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Length = Annotated[float, msgspec.Meta(ge=1, le=sys.float_info.max)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+OVERRIDE = "--json-model-override-args:eagle3_ext"
+"""Where the server's command line has the object, for messages."""
 
 
 class ExpectedAcceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The acceptance measured for the draft when it was known to be served right."""
 
-    accept_length: NonNegative
-    accept_per_position: list[NonNegative]
+    accept_length: Length
+    accept_per_position: list[Share]
     steps: Positive
     topk: Positive
     draft_tokens: Positive
+
+    def problems(self) -> Iterator[WrongKey]:
+        """List the figures that contradict each other, so that nothing can have been measured like them."""
+        longest = min(self.steps + 1, self.draft_tokens)
+        if self.accept_length > longest:
+            yield WrongKey(
+                "accept_length",
+                f"got {self.accept_length} with {self.steps} steps and {self.draft_tokens} draft tokens; expected at "
+                f"most {longest}, the longest that a verify step can accept",
+            )
+        shares = self.accept_per_position
+        if len(shares) != self.steps:
+            yield WrongKey(
+                "accept_per_position",
+                f"got {len(shares)} shares for {self.steps} steps; expected one for each draft step",
+            )
+        if shares != sorted(shares, reverse=True):
+            yield WrongKey(
+                "accept_per_position",
+                f"got {spell(shares)}, which rises; expected shares of all verify steps, where no position is accepted "
+                "more often than the one before it",
+            )
 
     def freeze(self) -> Expected:
         """Turn into the noun of ``spec``."""
@@ -95,72 +121,65 @@ class Declared(NamedTuple):
         return PRODUCERS[self.ext.producer] if isinstance(self.ext.producer, str) else None
 
 
-def merge(stored: object, override: Mapping[str, Any] | None, place: str) -> Declared:
+def merge(
+    stored: object, override: object, place: str, override_place: str = OVERRIDE
+) -> tuple[Declared, list[Finding]]:
     """Merge a checkpoint's own object with the command line's, key by key.
 
     Args:
         stored: the value of ``eagle3_ext`` in the checkpoint's ``config.json``, ``None`` when absent.
-        override: the value of ``eagle3_ext`` in ``--json-model-override-args``.
+        override: the value of ``eagle3_ext`` on a command line.
         place: ``<file>:eagle3_ext``, for messages.
+        override_place: where the override was given, for messages.
 
     Returns:
-        The merged object.
-
-    Raises:
-        CheckpointError: an unknown key, a value of the wrong type, an unknown producer or a source that is
-            not in the grammar; every one of them in one error.
+        The merged object, and an error for every unknown key, value of the wrong type or out of its bounds, unknown
+        producer and source that is not in the grammar; what is wrong is absent from the object.
     """
-    problems: list[Finding] = []
+    findings: list[Finding] = []
 
-    def problem(key: str, wrong: str, advice: str) -> None:
-        problems.append(Finding("error", "eagle3_ext", f"{key}: {wrong}. {advice}"))
-
-    parts: list[tuple[Origin, str, Mapping[str, Any]]] = []
-    for origin, where, value in (
-        ("eagle3_ext", place, stored),
-        ("override", "--json-model-override-args:eagle3_ext", override),
-    ):
-        if value is None:
-            continue
-        if not isinstance(value, Mapping):
-            problem(where, f"got {value!r}; expected an object", "See docs/formats.md for its keys.")
-            continue
-        parts.append((origin, where, value))  # type: ignore[arg-type]
+    def report(key: str, wrong: str, advice: str) -> None:
+        findings.append(Finding("error", "eagle3_ext", f"{key}: {wrong}. {advice}"))
 
     merged: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
-    known = ", ".join(Eagle3Ext.__struct_fields__)
-    for origin, where, value in parts:
-        for key, entry in value.items():
-            if key not in Eagle3Ext.__struct_fields__:
-                problem(f"{where}.{key}", f"unknown key; expected one of {known}", "Correct or remove it.")
-                continue
-            try:
-                # One key at a time, so that every wrong value is reported, not only the first.
-                msgspec.convert({key: entry}, Eagle3Ext)
-            except msgspec.ValidationError as error:
-                problem(
-                    f"{where}.{key}",
-                    f"{error}; see docs/formats.md for what is expected",
-                    "Correct the value.",
-                )
-                continue
-            if key == "sources":
-                for text in entry:
-                    try:
-                        parse_source(text)
-                    except ValueError as error:
-                        problem(f"{where}.sources", str(error), "Correct the spelling.")
-            if key == "producer" and entry not in PRODUCERS:
-                problem(
-                    f"{where}.producer",
-                    f"got {entry!r}; expected one of {', '.join(PRODUCERS)}",
-                    "Leave it out and set layer_ids, order and recurrent_state instead.",
-                )
-            merged[key] = entry
-            origins[key] = origin
-    if problems:
-        raise CheckpointError.from_findings(problems)
-    ext = msgspec.convert(merged, Eagle3Ext)
+    objects: tuple[tuple[Origin, str, object], ...] = (
+        ("eagle3_ext", place, stored),
+        ("override", override_place, override),
+    )
+    for origin, where, value in objects:
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            report(where, f"got {spell(value)}; expected an object", "See docs/formats.md for its keys.")
+            continue
+        read, wrong = read_keys(value, Eagle3Ext)
+        for key, text in wrong:
+            report(f"{where}.{key}", text, "Correct or remove it.")
+        for key in list(read):
+            for name, problem, advice in _value_problems(key, read[key]):
+                report(f"{where}.{name}", problem, advice)
+                read.pop(key, None)
+        merged |= read
+        origins |= dict.fromkeys(read, origin)
+    ext = Eagle3Ext(**merged)
     sources = None if ext.sources is msgspec.UNSET else tuple(parse_source(text) for text in ext.sources)
-    return Declared(ext, sources, origins, bool(parts))
+    return Declared(ext, sources, origins, any(isinstance(value, Mapping) for _, _, value in objects)), findings
+
+
+def _value_problems(key: str, entry: Any) -> Iterator[tuple[str, str, str]]:
+    """List what a key's type does not say about its value: the key, what is wrong, what to do."""
+    if key == "sources":
+        for text in entry:
+            try:
+                parse_source(text)
+            except ValueError as error:
+                yield key, str(error), "Correct the spelling."
+    elif key == "producer" and entry not in PRODUCERS:
+        yield (
+            key,
+            f"got {spell(entry)}; expected one of {', '.join(PRODUCERS)}",
+            "Leave it out and set layer_ids, order and recurrent_state instead.",
+        )
+    elif key == "expected":
+        yield from ((f"{key}.{name}", wrong, "Record what was measured.") for name, wrong in entry.problems())

@@ -93,6 +93,34 @@ def refuse_architecture(folder: Folder, own: Collection[str]) -> str | None:
     return f"config.json:architectures is {folder.config.get('architectures')!r}, not {' or '.join(own)}"
 
 
+def claim_flat(
+    folder: Folder,
+    format: str,
+    own: Collection[str],
+    find_trace: Callable[[Folder], str | None],
+    without: str,
+    **reading: Any,
+) -> DraftSpec | str:
+    """Read a folder if its architecture is one of a trainer's and it bears that trainer's trace.
+
+    Args:
+        folder: the opened checkpoint.
+        format: name of the dialect, and of the trainer.
+        own: the architectures under which the trainer writes, alone or beside others.
+        find_trace: says what only this trainer writes, ``None`` where the folder has nothing of it.
+        without: the reason for refusing a folder without a trace.
+        reading: further arguments of :func:`read_flat`.
+
+    Returns:
+        The draft's facts, or the reason why the dialect refuses the folder.
+
+    Raises:
+        CheckpointError: the folder is this trainer's and cannot be read.
+    """
+    refusal = refuse_architecture(folder, own) or (without if find_trace(folder) is None else None)
+    return refusal if refusal is not None else read_flat(folder, format, producer=format, **reading)
+
+
 def read_flat(
     folder: Folder,
     format: str,
@@ -126,10 +154,9 @@ def read_flat(
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    place = f"{folder.path}/config.json"
-    flat: FlatConfig = convert(folder.config, FlatConfig, place)
-    mla: LatentConfig | None = None if latent is None else convert(folder.config, latent, place)
-    inner: NestedConfig = convert(flat.eagle_config or {}, NestedConfig, f"{place}:eagle_config")
+    flat = convert(folder, folder.config, FlatConfig, "config.json:")
+    mla = None if latent is None else convert(folder, folder.config, latent, "config.json:")
+    inner = convert(folder, flat.eagle_config or {}, NestedConfig, "config.json:eagle_config.")
     habits = PRODUCERS[producer] if producer is not None and ids_settled else None
     meaning: IdMeaning | None = habits.layer_ids if habits is not None else layer_ids
     ids, ids_place, meaning = _ids(folder, flat, inner, meaning)

@@ -13,7 +13,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.formats.eagle3_ext import Declared, merge
+from sglang_eagle3_ext.formats.eagle3_ext import OVERRIDE, Declared, merge
+from sglang_eagle3_ext.formats.keys import spell
 from sglang_eagle3_ext.spec import Finding, Severity, TensorInfo
 
 if TYPE_CHECKING:
@@ -137,20 +138,44 @@ class Folder:
     findings: list[Finding] = field(default_factory=list)
 
     @classmethod
-    def open(cls, path: Path, override: Mapping[str, Any] | None) -> Folder:
+    def open(cls, path: Path, override: Mapping[str, Any] | None, override_place: str = OVERRIDE) -> Folder:
         """Open a folder and read what lies in it, values of tensors aside.
 
         Raises:
-            CheckpointError: ``config.json``, ``eagle3_ext`` or a weight file cannot be read.
+            CheckpointError: ``config.json`` or a weight file cannot be read; with it, what is wrong in ``eagle3_ext``.
         """
         config = read_json(path / "config.json", "config_unreadable")
-        declared = merge(config.get("eagle3_ext"), override, f"{path}/config.json:eagle3_ext")
-        findings: list[Finding] = []
-        return cls(path, config, declared, headers(path, findings), findings)
+        place = f"{path}/config.json:eagle3_ext"
+        declared, findings = merge(config.get("eagle3_ext"), override, place, override_place)
+        try:
+            tensors = headers(path, findings)
+        except CheckpointError as error:
+            raise CheckpointError.from_findings([*findings, *error.findings]) from error
+        folder = cls(path, config, declared, tensors, findings)
+        folder._check_architectures()
+        return folder
+
+    def _check_architectures(self) -> None:
+        """Report class names that are no list; a single one is read as a list of one."""
+        names = self.config.get("architectures")
+        if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            return
+        example = names if isinstance(names, str) else "LlamaForCausalLMEagle3"
+        self.add(
+            "error",
+            "config_type",
+            "config.json:architectures",
+            f"got {spell(names)}; expected a list of class names. Write it like [{spell(example)}].",
+        )
+        self.config = {**self.config, "architectures": [names] if isinstance(names, str) else None}
 
     def add(self, severity: Severity, code: str, place: str, text: str) -> None:
         """Report a finding at ``<folder>/<place>``."""
         self.findings.append(Finding(severity, code, f"{self.path}/{place}: {text}"))
+
+    def is_reported(self, place: str) -> bool:
+        """Say whether something was reported at ``<folder>/<place>`` already."""
+        return any(finding.message.startswith(f"{self.path}/{place}: ") for finding in self.findings)
 
     def integers(self, name: str) -> list[int]:
         """Load a vector of integers or flags."""

@@ -34,7 +34,7 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
         CheckpointError: a size that everything else hangs on cannot be found.
     """
     r = Reading(folder, dialect)
-    d, ext = dialect, r.ext
+    d, ext = r.dialect, r.ext
     hidden_size = r.size("hidden_size", r.layer.hidden_size, "norm.weight", "layers.0.hidden_norm.weight")
     vocab_size = r.size("vocab_size", r.layer.vocab_size, "t2d", "embed_tokens.weight")
     gate = "layers.0.mlp.gate_proj.weight"
@@ -115,6 +115,9 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
     )
 
 
+_TORCH_ALIASES = {"double": "float64", "float": "float32", "half": "float16"}
+
+
 def _dtype(r: Reading) -> str | None:
     """Settle the floating type, and refuse weights that are not floating numbers."""
     integers = {"d2t", "t2d"}
@@ -143,11 +146,18 @@ def _dtype(r: Reading) -> str | None:
                 f"{info.file}:{canonical}",
                 f"got {info.dtype}; expected integers{' or flags' * (canonical == 't2d')}. Export the map again.",
             )
+    key = "dtype" if r.layer.dtype else "torch_dtype"
     said = r.layer.dtype or r.layer.torch_dtype
-    r.origins["dtype"] = "config" if said else "weights"
-    if said:
-        return said.removeprefix("torch.")
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    names = dict(zip(FLOATS, ("float64", "float32", "float16", "bfloat16"), strict=True))
+    if said and said != "auto":
+        name = said.removeprefix("torch.")
+        name = _TORCH_ALIASES.get(name, name)
+        r.origins["dtype"] = "config"
+        if name not in names.values():
+            place = r.dialect.dtype_place or f"{r.dialect.layer_place}{key}"
+            r.report_value(place, said, f"one of {', '.join(names.values())}")
+        return name
+    r.origins["dtype"] = "weights"
     matrix = next((n for c, n in r.by_canonical.items() if c.endswith(("q_proj.weight", "q_b_proj.weight"))), None)
     return names.get(r.folder.tensors[matrix].dtype) if matrix else None
 

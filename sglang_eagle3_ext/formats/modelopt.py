@@ -6,7 +6,7 @@ itself ``LlamaForCausalLMEagle3Deep``.
 
 from __future__ import annotations
 
-from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, nested, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, claim_flat, nested
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.spec import DraftSpec
 
@@ -24,10 +24,12 @@ def find_trace(folder: Folder) -> str | None:
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
     """Read the folder if ModelOpt exported it."""
-    refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE, DEEP))
-    if refusal is not None:
-        return refusal
-    if find_trace(folder) is None:
-        return "config.json:eagle_config has no use_mtp_layernorm"
     # ModelOpt trains with outputs, but drafts that were published in this layout list outputs or boundaries.
-    return read_flat(folder, "modelopt", producer="modelopt", ids_settled=False)
+    return claim_flat(
+        folder,
+        "modelopt",
+        (STOCK_ARCHITECTURE, DEEP),
+        find_trace,
+        "config.json:eagle_config has no use_mtp_layernorm",
+        ids_settled=False,
+    )

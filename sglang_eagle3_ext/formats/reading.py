@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.eagle3_ext import Eagle3Ext
-from sglang_eagle3_ext.formats.folder import Folder, fatal
+from sglang_eagle3_ext.formats.folder import Folder
+from sglang_eagle3_ext.formats.keys import read_keys
 from sglang_eagle3_ext.spec import IdMeaning, Order, Origin, StockView, Verifier
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED = "ignored/"
 """Prefix of the canonical name of a tensor that is left out on purpose."""
@@ -109,6 +112,7 @@ class Dialect:
         stock: what stock finds in it; sentences common to all dialects are added later.
         latent: the keys of its attention where that is MLA.
         rope_halves: whether its tensors tell a trainer that rotates halves though the key for it is absent.
+        dtype_place: where the floating type stands, if not among the keys of the decoder layers.
     """
 
     format: str
@@ -134,27 +138,29 @@ class Dialect:
     stock: StockView
     latent: LatentConfig | None = None
     rope_halves: bool = False
+    dtype_place: str | None = None
 
 
-def convert(value: object, kind: type[msgspec.Struct], place: str, code: str = "config_type") -> Any:
+def convert(folder: Folder, value: Mapping[str, Any], kind: type[T], place: str) -> T:
     """Read an object of a config into a struct; keys that the struct lacks are left alone.
 
+    A value of the wrong type is reported and then taken for absent, so that the rest can be checked as well.
+
     Args:
+        folder: the opened checkpoint; findings are added to it.
         value: the object.
         kind: the struct.
-        place: ``<file>`` or ``<file>:<key>``, for messages.
-        code: of the finding where a value has the wrong type.
+        place: ``config.json:`` and the path of the object, for messages.
 
     Raises:
-        CheckpointError: a value has the wrong type.
+        CheckpointError: a key is wrong or missing without which nothing can be read; holds everything found so far.
     """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise fatal(
-            code,
-            f"{place}: {error}; expected the type that Hugging Face's configs use. Correct the value.",
-        ) from error
+    read, wrong = read_keys(value, kind)
+    for key, text in wrong:
+        folder.add("error", "config_type", f"{place}{key}", f"{text}. Correct the value.")
+    if not {field.encode_name for field in msgspec.structs.fields(kind) if field.required} <= read.keys():
+        raise CheckpointError.from_findings(folder.findings)
+    return kind(**read)
 
 
 # fmt: off
@@ -224,6 +230,7 @@ class Reading:
         differences: sentences on what stock would compute otherwise.
         weights: file tensor name -> canonical name.
         by_canonical: the reverse.
+        is_incomplete: whether a size is unknown on which everything else hangs.
     """
 
     folder: Folder
@@ -232,9 +239,11 @@ class Reading:
     differences: list[str] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     by_canonical: dict[str, str] = field(default_factory=dict)
+    is_incomplete: bool = False
 
     def __post_init__(self) -> None:
         self.differences.extend(self.dialect.stock.differences)
+        self._check_sizes()
         self._home_tensors()
 
     @property
@@ -246,6 +255,19 @@ class Reading:
     def ext(self) -> Eagle3Ext:
         """The merged ``eagle3_ext`` object."""
         return self.folder.declared.ext
+
+    def _check_sizes(self) -> None:
+        """Report sizes that no draft can have, and go on as if they were absent."""
+        for name, key, least in (
+            ("draft_vocab_size", "draft_vocab_size", 1),
+            ("target_hidden_size", "target_hidden_size", 1),
+            ("num_aux", "num_aux_hidden_states", 0),
+        ):
+            value = getattr(self.dialect, name)
+            if value is not None and value < least:
+                self.report_value(f"config.json:{key}", value, f"an integer of at least {least}")
+                absent: dict[str, Any] = {name: None}
+                self.dialect = replace(self.dialect, **absent)
 
     def _home_tensors(self) -> None:
         """Give every tensor of the file its canonical name."""
@@ -301,22 +323,31 @@ class Reading:
         if declared is not None and declared > 0:
             self.origins[key] = "config"
             return declared
+        if declared is not None:
+            self.report_value(f"{self.dialect.layer_place}{key}", declared, "a positive integer")
         for canonical in tensors:
             shape = self.shape(canonical)
             if shape:
                 self.origins[key] = "weights"
                 return shape[0]
-        self.folder.add(
-            "error",
-            "config_incomplete",
-            f"{self.dialect.layer_place}{key}",
-            f"got {declared!r}, and no tensor that tells it; expected a positive integer. Add the key.",
-        )
+        self.report_incomplete(key)
         return 0
+
+    def report_incomplete(self, key: str) -> None:
+        """Report a key without which the draft has no shape, unless what it holds has been reported as wrong."""
+        place = f"{self.dialect.layer_place}{key}"
+        self.is_incomplete = True
+        if not self.folder.is_reported(place):
+            self.folder.add(
+                "error",
+                "config_incomplete",
+                place,
+                "got nothing, and no tensor that tells it; expected a positive integer. Add the key.",
+            )
 
     def raise_incomplete(self) -> None:
         """Raise what was found so far when a size is unknown on which everything else hangs."""
-        if any(f.code == "config_incomplete" for f in self.folder.findings):
+        if self.is_incomplete:
             raise CheckpointError.from_findings(self.folder.findings)
 
     def default(self, key: str, declared: float | None) -> float:

@@ -39,6 +39,12 @@ class SpeculatorsConfig(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
 
 
+class RecordedConfig(msgspec.Struct, frozen=True):
+    """How speculators was to draft for the target."""
+
+    verifier: dict[str, Any] | None = None
+
+
 class VerifierConfig(msgspec.Struct, frozen=True):
     """What speculators records about the target."""
 
@@ -58,9 +64,9 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
         return "config.json has no speculators_model_type"
     if kind != "eagle3":
         return f"config.json:speculators_model_type is {kind!r}, not 'eagle3'"
-    place = f"{folder.path}/config.json"
-    config: SpeculatorsConfig = convert(folder.config, SpeculatorsConfig, place)
-    layer: LayerConfig = convert(
+    config = convert(folder, folder.config, SpeculatorsConfig, "config.json:")
+    layer = convert(
+        folder,
         # The head is tied, and the type written, for the whole draft, not for its layers.
         {
             **config.transformer_layer_config,
@@ -68,12 +74,13 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             "dtype": config.dtype or config.torch_dtype or config.transformer_layer_config.get("dtype"),
         },
         LayerConfig,
-        f"{place}:transformer_layer_config",
+        _LAYER_PLACE,
     )
+    dtype_key = next((key for key in ("dtype", "torch_dtype") if getattr(config, key)), None)
     report_unread(folder, folder.config, "", SpeculatorsConfig)
     report_unread(folder, config.transformer_layer_config, "transformer_layer_config.", LayerConfig)
-    recorded = (config.speculators_config or {}).get("verifier") or {}
-    verifier: VerifierConfig = convert(recorded, VerifierConfig, f"{place}:speculators_config.verifier")
+    recorded = convert(folder, config.speculators_config or {}, RecordedConfig, "config.json:speculators_config.")
+    verifier = convert(folder, recorded.verifier or {}, VerifierConfig, "config.json:speculators_config.verifier.")
     architecture = config.architectures[0] if config.architectures else "Eagle3Speculator"
     ids = config.eagle_aux_hidden_state_layer_ids
     return read(
@@ -100,5 +107,6 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             producer="speculators",
             verifier=Verifier(verifier.name_or_path, tuple(verifier.architectures or ())),
             stock=StockView(loads=False, differences=(f"stock refuses the architecture {architecture}",)),
+            dtype_place=None if dtype_key is None else f"config.json:{dtype_key}",
         ),
     )

@@ -5,7 +5,7 @@ Layers are called ``midlayer`` or, exported for vLLM, ``layers.0``; the embeddin
 
 from __future__ import annotations
 
-from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, read_flat, refuse_architecture
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, claim_flat
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.spec import DraftSpec
 
@@ -17,9 +17,4 @@ def find_trace(folder: Folder) -> str | None:
 
 def claim_and_read(folder: Folder) -> DraftSpec | str:
     """Read the folder if TorchSpec exported it."""
-    refusal = refuse_architecture(folder, (STOCK_ARCHITECTURE,))
-    if refusal is not None:
-        return refusal
-    if find_trace(folder) is None:
-        return "config.json has no _torchspec_version"
-    return read_flat(folder, "torchspec", producer="torchspec")
+    return claim_flat(folder, "torchspec", (STOCK_ARCHITECTURE,), find_trace, "config.json has no _torchspec_version")

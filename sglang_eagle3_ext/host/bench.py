@@ -24,32 +24,12 @@ from typing import Any
 
 from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.formats import folder as checkpoint
-from sglang_eagle3_ext.host import near_ties
+from sglang_eagle3_ext.host import near_ties, report
 from sglang_eagle3_ext.host.measure import Record, accept_length, measure, sum_up
+from sglang_eagle3_ext.host.report import LABELS
 from sglang_eagle3_ext.host.servers import Server, ServerError, running, signals_as_exit
 from sglang_eagle3_ext.host.variants import other_order, resave, set_aside
 from sglang_eagle3_ext.spec import AssemblyPlan
-
-LABELS = {
-    "baseline": "no speculation",
-    "stock": "EAGLE-3, read by stock's rules",
-    "stock_ids": "the same with ids for stock",
-    "ours": "EAGLE-3, as it was trained",
-    "stock_permuted": "other block order, stock",
-    "ours_permuted": "other block order, ours",
-}
-"""The rows there are, as tables and pictures name them."""
-
-HEADER = (
-    "server",
-    "tok/s",
-    "spread",
-    "vs none",
-    "accept length",
-    "identical",
-    "differences that are near-ties",
-)
-DETAIL_HEADER = ("server", "vs none by round", "accepted at each position", "verify step / decode step")
 
 FEW_ROUNDS = 5
 
@@ -268,9 +248,7 @@ def _shown(path: Path | str) -> str:
 
 def _stock_refuses(plan: AssemblyPlan) -> str | None:
     """Say why stock would not start with this draft at all."""
-    if not plan.spec.stock.loads or (plan.target.reading is None and plan.spec.stock.uses_aux):
-        return "; ".join(plan.differences)
-    return None
+    return None if plan.stock_starts else "; ".join(plan.differences)
 
 
 def _offer_ids(settings: Settings, plan: AssemblyPlan, drafts: dict[str, Path | str], left_out: dict[str, str]) -> None:
@@ -455,8 +433,11 @@ def compare(
         CheckpointError: the draft cannot be served on this target.
         ServerError: a server died or did not answer.
     """
-    target = formats.read_target(settings.target, revision=settings.target_revision)
-    plan = assembly.plan(formats.read_draft(settings.draft, revision=settings.revision), target)
+    plan = assembly.plan(
+        *formats.read_pair(
+            settings.draft, settings.target, revision=settings.revision, target_revision=settings.target_revision
+        )
+    )
     assembly.check(plan)
     dtype = served_dtype(settings)
     servers, left_out = make_servers(settings, plan)
@@ -576,108 +557,6 @@ def count_near_ties(differences: Sequence[near_ties.Difference], name: str) -> i
         return None
     mine = [item for item in differences if item.name == name]
     return len({d.question for d in mine} - {d.question for d in mine if not d.is_near_tie})
-
-
-# ---- what is shown ----------------------------------------------------------------------------------------
-
-
-def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Format the runs of a result file, one tuple of texts each."""
-    runs = {run["name"]: run for run in result["runs"]}
-    base = runs["baseline"]["tok_s"]
-    rows: list[tuple[str, ...]] = []
-    for name, run in runs.items():
-        length, ties = run["spec_accept_length"], run["near_ties"]
-        differing = len({d["question"] for d in result["differences"] if d["name"] == name})
-        rows.append(
-            (
-                LABELS.get(name, name),
-                f"{run['tok_s']:.2f}",
-                f"{min(run['tok_s_rounds']):.2f} to {max(run['tok_s_rounds']):.2f}",
-                f"{run['tok_s'] / base:.2f}x",
-                "-" if length is None else f"{length:.2f}",
-                f"{100 * run['identical']:.0f} %",
-                f"{ties} of {differing} differing" if differing else "-",
-            )
-        )
-    return rows
-
-
-def detail_header(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the columns of the second table: one for the accept length of every group."""
-    return (*DETAIL_HEADER, *(f"accept length, {group}" for group in result["groups"]))
-
-
-def detail_cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Format what the first table has no room for."""
-    rows: list[tuple[str, ...]] = []
-    for run in result["runs"]:
-        name, ratio = run["name"], result["ratios"][run["name"]]
-        rate, cost = run["spec_accept_rate_per_position"], run["cycle_cost"]
-        lengths = [group["spec_accept_length"][name] for group in result["groups"].values()]
-        rows.append(
-            (
-                LABELS.get(name, name),
-                f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})",
-                "-" if rate is None else " ".join(f"{share:.2f}" for share in rate),
-                "-" if cost is None else f"{cost:.2f}",
-                *("-" if length is None else f"{length:.2f}" for length in lengths),
-            )
-        )
-    return rows
-
-
-def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay rows out in columns for a terminal, numbers to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
-def describe(difference: Mapping[str, Any], dtype: str) -> str:
-    """Say in one line where two outputs part and what the target thinks of it."""
-    place = f"{difference['name']}, question {difference['question'] + 1}, token {difference['position'] + 1}"
-    if difference["gap"] is None:
-        why = "nothing may differ in float32" if dtype == "float32" else "the target could not be asked to judge it"
-        return f"{place}: NOT a near-tie, {why}"
-    return (
-        f"{place}: logits {difference['gap']:.3f} apart in float32, {dtype} moves one by up to "
-        f"{difference['rounding']:.3f}: " + ("a near-tie" if difference["near_tie"] else "NOT a near-tie")
-    )
-
-
-def picture(result: Mapping[str, Any], path: Path) -> bool:
-    """Draw tok/s as bars; say whether it was possible (matplotlib is optional)."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs = result["runs"]
-    figure, axes = pyplot.subplots(figsize=(7, 0.7 * len(runs) + 1.2))
-    speed = [run["tok_s"] for run in runs]
-    below = [run["tok_s"] - min(run["tok_s_rounds"]) for run in runs]
-    above = [max(run["tok_s_rounds"]) - run["tok_s"] for run in runs]
-    bars = axes.barh([LABELS.get(run["name"], run["name"]) for run in runs], speed, xerr=[below, above], capsize=3)
-    lengths = [run["spec_accept_length"] for run in runs]
-    axes.bar_label(bars, [f"{x:.1f}" for x in speed], padding=8)
-    axes.bar_label(bars, [f"accept length {x:.2f}" if x else "" for x in lengths], label_type="center", color="white")
-    axes.invert_yaxis()
-    axes.set_xlabel(f"tok/s, median of {len(runs[0]['tok_s_rounds'])} rounds (bar: slowest and fastest round)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    set_aside(path)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return True
 
 
 # ---- the command ------------------------------------------------------------------------------------------
@@ -806,17 +685,17 @@ def _run(args: argparse.Namespace) -> int:
 
     at_a_time = "one request" if settings.concurrency == 1 else f"{settings.concurrency} requests"
     _say(f"\n{len(settings.prompts)} prompts, {settings.rounds} rounds, {at_a_time} at a time:\n")
-    _say(text_table(HEADER, cells(result)))
-    _say(f"\n{text_table(detail_header(result), detail_cells(result))}")
+    _say(report.text_table(report.HEADER, report.cells(result)))
+    _say(f"\n{report.text_table(report.detail_header(result), report.detail_cells(result))}")
     for item in result["differences"]:
-        _say(f"  {describe(item, result['settings']['dtype'])}")
-    drawn = picture(result, file.with_suffix(".png"))
+        _say(f"  {report.describe(item, result['settings']['dtype'])}")
+    drawn = report.picture(result, file.with_suffix(".png"))
     _say(f"\nAll figures: {file}" + (" and bench.png beside it" if drawn else ""))
     if not drawn:
         _say("(No picture: matplotlib is not installed. Install it: pip install matplotlib.)")
     failures = [item for item in result["differences"] if not item["near_tie"]]
     for item in failures:
-        sys.stderr.write(f"FAILED: {describe(item, result['settings']['dtype'])}\n")
+        sys.stderr.write(f"FAILED: {report.describe(item, result['settings']['dtype'])}\n")
     return int(bool(failures))
 
 

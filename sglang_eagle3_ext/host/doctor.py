@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Literal
 
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import contract
+from sglang_eagle3_ext.host.cpu import BACKEND
 from sglang_eagle3_ext.host.switches import read_switches
 
 _NAME = "eagle3_ext"
 _GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
+_CPU_PLATFORM = "Eagle3CpuPlatform"
 
 # What a fresh process really has after SGLang loaded its plugins; printed as JSON on the last line.
 _PROBE = """
@@ -65,20 +68,31 @@ def run(as_json: bool = False) -> int:
 
 
 def examine() -> list[Check]:
-    """Run every check, the cheap ones first; the one that starts a process only when SGLang is there."""
+    """Run every check, the cheap ones first; the one that starts a process only when SGLang is there.
+
+    What takes long is announced on stderr before it begins.
+    """
+    _announce("versions, entry points, filters, switches and imports")
     plugin_filters, switches = filters(), _switches()
     checks = [_versions(), *_entry_points(), plugin_filters, switches, *_shadows()]
     if importlib.util.find_spec("sglang") is None:
         return checks
     if plugin_filters.status == "FAIL":
         return [*checks, Check("warn", "contract", "not examined while SGLang filters this package out")]
+    _announce(f"{len(contract.ROWS)} symbols of SGLang, which is imported for it: seconds, a minute on a busy machine")
     problems = contract.problems()
     checks += [Check("FAIL", "contract", p) for p in problems] or [
         Check("ok", "contract", f"all {len(contract.ROWS)} symbols of SGLang have the shape we need")
     ]
     if not problems and switches.status != "FAIL":
+        _announce("what a fresh process of SGLang has: as long again")
         checks += _fresh_process()
     return checks
+
+
+def _announce(what: str) -> None:
+    sys.stderr.write(f"checking {what}\n")
+    sys.stderr.flush()
 
 
 def _versions() -> Check:
@@ -186,16 +200,22 @@ def _fresh_process() -> list[Check]:
         if absent
         else Check("ok", "hooks", f"{len(seams)} placed")
     )
-    platform, backends = found["platform"], found["backends"]
-    if os.environ.get("SGLANG_PLATFORM") == _NAME:
-        on_cpu = platform == "Eagle3CpuPlatform" and "eagle3_cpu" in backends
-        checks.append(
-            Check(
-                "ok" if on_cpu else "FAIL",
-                "platform",
-                f"{platform}, attention backends {', '.join(backends)}",
-            )
-        )
-    else:
-        checks.append(Check("ok", "platform", platform))
+    checks.append(_platform(found["platform"], found["backends"]))
     return checks
+
+
+def _platform(platform: str, backends: Sequence[str]) -> Check:
+    """Say which platform a fresh process runs on, and whether ``SGLANG_PLATFORM`` has chosen it."""
+    if os.environ.get("SGLANG_PLATFORM") == _NAME:
+        on_cpu = platform == _CPU_PLATFORM and BACKEND in backends
+        return Check(
+            "ok" if on_cpu else "FAIL",
+            "platform",
+            f"{platform}, chosen by SGLANG_PLATFORM={_NAME}; attention backends {', '.join(backends)}",
+        )
+    return Check(
+        "ok",
+        "platform",
+        f"{platform}, SGLang's own choice; this package's CPU platform, {_CPU_PLATFORM}, serves only where "
+        f"SGLANG_PLATFORM={_NAME} asks for it",
+    )

@@ -176,7 +176,7 @@ def _serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     spec = _read_draft(problems, str(draft), draft_revision, flags.json_model_override_args)
     target = _read_target(problems, spec, wanted, target_revision)
     plan = assembly.plan(spec, target.facts) if spec and target else None
-    findings = plan.findings if plan else assembly.apply_strict(spec, spec.findings) if spec else ()
+    findings = plan.findings if plan else assembly.findings_without_target(spec) if spec else ()
     problems += [f.message for f in findings if f.severity == "error"]
     warnings = [f"{f.code}: {f.message}" for f in findings if f.severity == "warning"]
     problems += _environment_problems(runs=not args.only_print)

@@ -106,12 +106,6 @@ def _tensors(plan: AssemblyPlan, source: Path, order: Sequence[int]) -> dict[str
     spec, moved = plan.spec, replace(plan, block_of=tuple(order))
     # Cloned: tensors of a pickle may share memory, which safetensors refuses.
     tensors = {name: tensor.clone() for name, tensor in checkpoint.load_tensors(source, spec.tensors)}
-    names = {canonical: name for name, canonical in spec.weights.items()}
-    for canonical in ("fc.weight", "input_norm.weight"):
-        if canonical in names:
-            tensors[names[canonical]] = assembly.permute_fc_weight(tensors[names[canonical]], moved).contiguous()
-    norms = [names[key] for i in range(len(order)) if (key := f"fc_norm.{i}.weight") in names]
-    if norms:
-        values = assembly.permute_blocks([tensors[name] for name in norms], moved)
-        tensors.update(zip(norms, values, strict=True))
-    return tensors
+    named = {canonical: name for name, canonical in spec.weights.items()}
+    permuted = assembly.permute_tensors({key: tensors[name] for key, name in named.items()}, moved)
+    return tensors | {named[key]: tensor.contiguous() for key, tensor in permuted.items()}

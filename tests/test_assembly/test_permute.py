@@ -105,6 +105,34 @@ def test_within_rounding_in_float64(spec, norms, drawn):
     assert ((got - expected).abs() / expected.abs()).max() <= 1e-12
 
 
+@settings(deadline=None, max_examples=30)
+@given(drawn=assemblies())
+def test_the_tensors_of_a_draft_move_together_and_the_rest_not_at_all(spec, drawn):
+    boundaries, width, rows, seed = drawn
+    plan = plan_for(spec, boundaries, width)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64) + 0.5
+
+    stored = {f"fc_norm.{i}.weight": random(width) for i in range(len(boundaries))}
+    stored |= {"fc.weight": random(5, len(boundaries) * width), "norm.weight": random(5)}
+    states = {b: random(rows, width) for b in boundaries}
+
+    def project(parts, tensors):
+        normed = [rms_norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+        return torch.cat(normed, dim=-1) @ tensors["fc.weight"].T
+
+    moved = assembly.permute_tensors(stored, plan)
+    assert moved.keys() == stored.keys()
+    assert moved["norm.weight"] is stored["norm.weight"]
+    expected = project([states[b] for b in boundaries], stored)
+    assert ((project(emit(states, plan), moved) - expected).abs() / expected.abs()).max() <= 1e-12
+    over_all = random(len(boundaries) * width)
+    alone = assembly.permute_tensors({"input_norm.weight": over_all}, plan)
+    assert torch.equal(alone["input_norm.weight"], assembly.permute_fc_weight(over_all, plan))
+
+
 def test_identity_hands_out_the_very_tensor(spec):
     plan = plan_for(spec, [0, 4, "final_norm"], 3)
     weight = torch.randn(2, 9)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from checkpoints import write_draft, write_target
+from checkpoints import DELETE, write_draft, write_target
 from safetensors.torch import load_file, save_file
 
 from sglang_eagle3_ext import cli
@@ -38,6 +38,7 @@ KEYS = [
     "findings",
     "unconsumed_tensors",
     "missing_tensors",
+    "stock",
 ]
 NESTED = {
     "norms": {"fc_norm", "norm_before_fc", "residual", "recurrent_state", "final_norm"},
@@ -54,8 +55,11 @@ NESTED = {
     },
     "rope": {"theta", "scaling", "interleaved"},
     "vocab": {"target", "draft", "map"},
+    "stock": {"starts", "serves_same", "boundaries", "ids", "differences"},
 }
 SOURCES = {"eagle3_ext": {"sources": ["layer5", "embed", "last"]}}
+AS_STOCK = {"eagle3_ext": {"sources": ["layer1", "layer3", "layer4"]}}
+PLAIN = {"architectures": ["LlamaForCausalLM"]}
 
 
 def run(capsys, *argv):
@@ -202,7 +206,9 @@ def test_text_says_what_from_where(tmp_path, capsys):
     assert lines["fc <-"][-1] == "eagle3_ext"
     assert "layer 5 output | embedding | layer 7 output (last)" in out
     assert lines["boundaries"][1:] == ["6,", "0,", "8"]
-    assert lines["vLLM ids"][2:] == ["0,", "6,", "8"]
+    assert lines["SGLang ids"][2:] == ["not", "expressible"]
+    assert lines["vLLM ids"][2:5] == ["6,", "0,", "8"]
+    assert "(to be listed as 0, 6, 8, and it concatenates in ascending order, whatever its list says)" in out
     assert lines["hidden_states"][1:] == ["6,", "0,", "none"]
     assert lines["rope theta"][2:] == ["10000", "config"]
     assert "stock SGLang would serve another draft:\n  stock feeds fc with [layer 1 output | " in out
@@ -217,8 +223,103 @@ def test_text_of_a_draft_that_cannot_be_served(tmp_path, capsys):
 
 
 def test_text_without_a_target(tmp_path, capsys):
-    _, out, _ = run(capsys, write_draft(tmp_path))
+    draft = write_draft(tmp_path / "a draft")
+    code, out, _ = run(capsys, draft)
+    assert code == 0
     assert "unknown without --target" in out
+    assert "warning  no_sources_declared\n" in out
+    assert f"sglang-eagle3 probe '{draft}' --target TARGET" in out
+    assert "no_sources_declared" not in run(capsys, write_draft(tmp_path / "told", config_changes=SOURCES))[1]
+    assert run(capsys, draft, "--override", '{"strict": true}')[0] == 1
+
+
+def test_ids_that_an_engine_wants_in_another_order_are_said(tmp_path, capsys):
+    # Without 1 in the first place this class takes ids for boundaries.
+    target = write_target(tmp_path / "t", config_changes={"architectures": ["DeepseekV3ForCausalLM"]})
+    for sources, ids in (
+        (["embed", "layer0", "layer4"], "0, 1, 5"),
+        (["layer0", "layer2", "layer4"], "1, 3, 5 (to be listed as 3, 5, 1)"),
+    ):
+        draft = write_draft(tmp_path / "d", config_changes={"eagle3_ext": {"sources": sources}})
+        lines = [line.split("  ", 2) for line in run(capsys, draft, "--target", target)[1].splitlines()]
+        assert [line[2].strip() for line in lines if line[1:2] == ["SGLang ids"]] == [ids]
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture", "starts", "same", "boundaries", "ids", "words"),
+    [
+        (SOURCES, "LlamaForCausalLM", True, False, [2, 4, 5], None, "stock feeds fc with"),
+        (AS_STOCK, "LlamaForCausalLM", True, True, [2, 4, 5], [1, 3, 4], None),
+        ({"draft_vocab_size": DELETE}, "LlamaForCausalLM", False, False, [2, 4, 5], [1, 3, 4], "stock stops without"),
+        ({}, "OtherForCausalLM", False, False, None, None, "stock refuses to start, since it has no EAGLE-3 capture"),
+        ({"max_position_embeddings": 64}, "LlamaForCausalLM", False, False, [2, 4, 5], [1, 3, 4], "stock stops, since"),
+        (PLAIN, "LlamaForCausalLM", False, False, None, [1, 3, 4], "plain language model"),
+    ],
+)  # fmt: skip
+def test_what_stock_makes_of_it(tmp_path, capsys, changes, architecture, starts, same, boundaries, ids, words):
+    draft = write_draft(tmp_path / "d", config_changes=changes)
+    target = write_target(tmp_path / "t", config_changes={"architectures": [architecture]})
+    _, result = as_json(capsys, draft, "--target", target)
+    stock = result["stock"]
+    assert (stock["starts"], stock["serves_same"]) == (starts, same)
+    assert (stock["boundaries"], stock["ids"]) == (boundaries, ids)
+    assert words is None or any(words in sentence for sentence in stock["differences"])
+    _, alone = as_json(capsys, draft)
+    assert alone["stock"]["serves_same"] is alone["stock"]["boundaries"] is alone["stock"]["ids"] is None
+    assert alone["stock"]["starts"] is (False if words == "plain language model" else None)
+    _, text, _ = run(capsys, draft, "--target", target)
+    assert ("stock SGLang cannot serve this draft:" in text) is not starts
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_draft_and_target_in_each_other_s_place(tmp_path, capsys, more):
+    draft, target = write_draft(tmp_path / "d"), write_target(tmp_path / "t")
+    code, out, err = run(capsys, target, "--target", draft, *more)
+    assert code == 1
+    said = out if more else err
+    if more:
+        assert [f["code"] for f in json.loads(out)["findings"]] == ["dialect_unknown", "target_is_draft"]
+    assert f"{target}/config.json: describes a whole language model, got LlamaForCausalLM of 8 layers" in said
+    assert f"{draft}/config.json: is an EAGLE-3 draft, got it as the target" in said
+    assert said.count("swap them") == 2
+
+
+def test_a_whole_model_on_the_hub_is_not_fetched_as_a_draft(tmp_path, capsys, monkeypatch):
+    import huggingface_hub
+
+    target = write_target(tmp_path / "t")
+    (target / "model.safetensors").unlink()
+    asked = []
+
+    def snapshot_download(repo, *, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return str(target)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert run(capsys, "some/target")[0] == 1
+    assert asked == [["*.json"]]
+
+
+def test_an_override_is_named_as_it_was_given(tmp_path, capsys):
+    code, _, err = run(capsys, write_draft(tmp_path), "--override", '{"order": "random", "sorces": []}')
+    assert code == 1
+    assert '--override.order: got "random"; expected one of as_listed, ascending.' in err
+    assert "--override.sorces: unknown key" in err
+    assert "--json-model-override-args" not in err
+
+
+def test_everything_that_is_wrong_stands_in_one_report(tmp_path, capsys):
+    draft = write_draft(
+        tmp_path / "d",
+        config_changes={"hidden_size": "32", "rms_norm_eps": [], "eagle3_ext": {"order": 1, "strict": "no"}},
+        tensor_changes={"mask_hidden": torch.ones(3), "lm_head.weight": torch.ones(36, 32)},
+    )
+    code, result = as_json(capsys, draft, "--target", tmp_path / "nothing")
+    assert code == 1
+    codes = sorted(f["code"] for f in result["findings"])
+    assert codes == [
+        "config_type", "config_type", "eagle3_ext", "eagle3_ext", "no_checkpoint", "tensor_shape", "unconsumed_tensor",
+    ]  # fmt: skip
 
 
 def test_trace(tmp_path, capsys):
@@ -294,9 +395,10 @@ def test_weights_finds_what_is_no_number(tmp_path, capsys):
     assert as_json(capsys, draft)[0] == 0
     code, result = as_json(capsys, draft, "--weights")
     assert code == 1
-    messages = {f["message"].split("model.safetensors:")[1].split(" values")[0] for f in result["findings"]}
+    odd = [f["message"] for f in result["findings"] if f["code"] == "not_finite"]
+    messages = {message.split("model.safetensors:")[1].split(" values")[0] for message in odd}
     assert messages == {"fc.weight: got 1", "norm.weight: got 2"}
-    assert {f["code"] for f in result["findings"]} == {"not_finite"}
+    assert {f["code"] for f in result["findings"]} == {"not_finite", "no_sources_declared"}
 
 
 def test_weights_of_another_rank_are_an_error_and_no_crash(tmp_path, capsys):
@@ -318,6 +420,17 @@ def test_weights_compares_the_embeddings(tmp_path, capsys, changed):
         assert "differs from the target's embedding in 3 of 96 rows" in found["embedding_is_own"]
     else:
         assert "is equal to the target's embedding" in found["embedding_is_copy"]
+
+
+def test_broken_weights_of_the_target_are_a_finding_like_any_other(tmp_path, capsys):
+    target = write_target(tmp_path / "t")
+    (target / "model.safetensors").write_bytes(b"")
+    embed = torch.full((96, 32), float("nan"))
+    draft = write_draft(tmp_path / "d", "speculators", tensor_changes={"embed_tokens.weight": embed})
+    code, result = as_json(capsys, draft, "--weights", "--target", target)
+    assert code == 1
+    errors = [f["code"] for f in result["findings"] if f["severity"] == "error"]
+    assert sorted(errors) == ["not_finite", "weights_unreadable"]
 
 
 def test_weights_says_when_it_cannot_compare(tmp_path, capsys):

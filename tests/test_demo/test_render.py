@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import render
-from sglang_eagle3_ext.host import bench
+from sglang_eagle3_ext.host import report
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def result() -> dict[str, Any]:
 
 def test_every_figure_is_in_its_row(result: dict[str, Any]):
     lines = render.figures(result).splitlines()
-    ours = next(line for line in lines if line.startswith("| " + bench.LABELS["ours"]))
+    ours = next(line for line in lines if line.startswith("| " + report.LABELS["ours"]))
     cells = [cell.strip() for cell in ours.strip("|").split("|")]
     assert cells[1:] == ["13.00", "12.50 to 14.75", "1.30x", "1.88", "80 %", "2 of 2 differing"]
     assert "A CPU, 7 cores" in lines[-1]

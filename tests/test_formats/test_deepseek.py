@@ -253,7 +253,7 @@ def test_a_size_that_nothing_tells_is_named(tmp_path, key):
     with pytest.raises(CheckpointError) as caught:
         formats.read_draft(write_draft(tmp_path, "deepseek", config_changes=absent, tensor_changes=tensors))
     assert [f.code for f in caught.value.findings] == ["config_incomplete"]
-    assert f"config.json:{key}: got None" in caught.value.findings[0].message
+    assert f"config.json:{key}: got nothing" in caught.value.findings[0].message
 
 
 def test_all_sizes_that_nothing_tells_are_named_at_once(tmp_path):

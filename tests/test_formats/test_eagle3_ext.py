@@ -143,10 +143,13 @@ def test_every_problem_is_reported_at_once(tmp_path):
     text = str(raised.value)
     assert len(raised.value.findings) == 5
     assert f"{path}/config.json:eagle3_ext.source: unknown key; expected one of sources, order," in text
-    assert "eagle3_ext.strict: Expected `bool`, got `str`" in text
-    assert "--json-model-override-args:eagle3_ext.order: Invalid enum value 'random'" in text
+    assert 'eagle3_ext.strict: got "yes"; expected true or false. Correct or remove it.' in text
+    assert (
+        '--json-model-override-args:eagle3_ext.order: got "random"; expected one of as_listed, ascending. Correct'
+        in text
+    )
     assert "eagle3_ext.sources: 'layer 3' is not a source; expected embed, layerK" in text
-    assert "eagle3_ext.producer: got 'me'; expected one of angelslim, automodel" in text
+    assert 'eagle3_ext.producer: got "me"; expected one of angelslim, automodel' in text
 
 
 @pytest.mark.parametrize("value", [[], "embed", 3])
@@ -171,5 +174,64 @@ def test_it_must_be_an_object(tmp_path, value):
     ],
 )
 def test_wrong_values_are_refused(tmp_path, key, value):
-    with pytest.raises(CheckpointError, match=rf"eagle3_ext\.{key}: "):
+    with pytest.raises(CheckpointError, match=rf"eagle3_ext\.{key}(\.\w+)?: "):
         formats.read_draft(write_draft(tmp_path), override={key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"accept_length": 3.1}, ["accept_length: got 3.1 with 2 steps and 3 draft tokens; expected at most 3"]),
+        ({"accept_length": 2.5, "draft_tokens": 2}, ["accept_length: got 2.5 with 2 steps and 2 draft tokens"]),
+        ({"accept_length": 0.9}, ["accept_length: got 0.9; expected a number of at least 1"]),
+        ({"accept_length": float("inf")}, ["accept_length: got Infinity"]),
+        ({"accept_length": float("nan")}, ["accept_length: got NaN"]),
+        ({"accept_per_position": [0.6]}, ["accept_per_position: got 1 shares for 2 steps"]),
+        ({"accept_per_position": [0.6, 0.3, 0.1]}, ["accept_per_position: got 3 shares for 2 steps"]),
+        ({"accept_per_position": [0.6, -0.1]}, ["accept_per_position: got [0.6, -0.1]; expected a list of numbers"]),
+        ({"accept_per_position": [1.2, 0.3]}, ["accept_per_position: got [1.2, 0.3]; expected a list of numbers from"]),
+        ({"accept_per_position": [0.3, 0.6]}, ["accept_per_position: got [0.3, 0.6], which rises"]),
+        ({"steps": 0, "topk": 1.5}, ["steps: got 0; expected an integer of at least 1", "topk: got 1.5; expected"]),
+        ({"draft_tokens": True, "more": 1}, ["draft_tokens: got true", "more: unknown key; expected one of"]),
+    ],
+)  # fmt: skip
+def test_what_nobody_can_have_measured_is_refused(tmp_path, changes, wrong):
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(write_draft(tmp_path), override={"expected": FULL["expected"] | changes})
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(wrong)
+    assert all(f"eagle3_ext.expected.{text}" in line for line, text in zip(lines, wrong, strict=True))
+
+
+def test_what_is_missing_in_expected_is_named(tmp_path):
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(write_draft(tmp_path), override={"expected": {"steps": 3}})
+    missing = [line.split(": got nothing")[0].rpartition(".")[2] for line in str(raised.value).splitlines()]
+    assert missing == ["accept_length", "accept_per_position", "topk", "draft_tokens"]
+
+
+def test_what_a_value_may_be_is_said_for_every_key(tmp_path):
+    """No key accepts an object of objects; what each expects is listed with its words or its kind."""
+    override = dict.fromkeys(FULL, {"a": {}}) | {"rope_scaling": 3, "expected": 3}
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(write_draft(tmp_path), override=override)
+    told = {}
+    for line in str(raised.value).splitlines():
+        key, _, rest = line.partition("eagle3_ext.")[2].partition(": got ")
+        told[key] = rest.partition("; expected ")[2].partition(". Correct")[0]
+    assert told == {
+        "sources": "a list of texts",
+        "order": "one of as_listed, ascending",
+        "layer_ids": "one of boundary, output",
+        "producer": "text",
+        "vocab_map": "one of absolute, offset",
+        "residual": "one of post_norm, pre_norm",
+        "recurrent_state": "one of post_norm, pre_norm",
+        "norms": "one of concatenation, none, per_source",
+        "rope_theta": "a number above 0",
+        "rope_scaling": "an object or null",
+        "embed": "one of own, target",
+        "lm_head": "one of own, target",
+        "expected": "an object with accept_length, accept_per_position, steps, topk, draft_tokens",
+        "strict": "true or false",
+    }

@@ -10,7 +10,7 @@ from sglang_eagle3_ext.assembly import AMBIGUITIES
 
 ROOT = Path(__file__).parents[2]
 # Callee -> the position of the code among its arguments.
-REPORTERS = {"Finding": 1, "add": 1, "fatal": 0, "read_json": 1, "convert": 3}
+REPORTERS = {"Finding": 1, "add": 1, "fatal": 0, "read_json": 1}
 
 
 def codes_in_source() -> set[str]:
@@ -28,8 +28,6 @@ def codes_in_source() -> set[str]:
                         for part in ast.walk(node.args[REPORTERS[name]])
                         if isinstance(part, ast.Constant) and isinstance(part.value, str)
                     }
-            elif isinstance(node, ast.FunctionDef) and node.name == "convert":
-                found |= {default.value for default in node.args.defaults}
             elif isinstance(node, ast.FunctionDef) and node.name == "_map_problem":
                 found |= {
                     part.value.elts[0].value

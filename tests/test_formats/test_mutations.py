@@ -17,6 +17,7 @@ from sglang_eagle3_ext.spec import DraftSpec
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=8), v, max_size=3))
 KEYS = (
+    "architectures",
     "attention_bias",
     "bias",
     "draft_vocab_size",
@@ -45,6 +46,7 @@ KEYS = (
     "speculators_model_type",
     "target_hidden_size",
     "tie_word_embeddings",
+    "torch_dtype",
     "transformer_layer_config",
     "use_last_layernorm",
     "use_sliding_window",

@@ -10,6 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from sglang_eagle3_ext import formats
 from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.formats.deepseek import DeepseekConfig
+from sglang_eagle3_ext.formats.flat import FlatConfig, NestedConfig
+from sglang_eagle3_ext.formats.reading import LayerConfig
+from sglang_eagle3_ext.formats.speculators import SpeculatorsConfig, VerifierConfig
 from sglang_eagle3_ext.spec import Attention, Norms, Rope, Source, TargetFacts, TensorInfo, Vocab
 
 
@@ -416,7 +420,7 @@ FATAL = {
     "config of wrong types": (
         lambda p: broken(p, json.dumps(json.loads((p / "config.json").read_text()) | {"hidden_size": "32"})),
         "config_type",
-        r"Expected `int \| null`, got `str` - at `\$\.hidden_size`",
+        r'config\.json:hidden_size: got "32"; expected an integer or null\. Correct the value\.',
     ),
     "weights absent": (lambda p: (p / "model.safetensors").unlink(), "no_weights", "no \\*.safetensors"),
     "weights cut": (
@@ -466,7 +470,7 @@ FATAL = {
             ),
         ),
         "config_incomplete",
-        "num_attention_heads: got None",
+        "num_attention_heads: got nothing, and no tensor that tells it",
     ),
 }  # fmt: skip
 
@@ -609,6 +613,135 @@ def test_two_dialects_that_claim_are_an_error(tmp_path, monkeypatch):
     assert [f.code for f in raised.value.findings] == ["dialect_ambiguous"]
 
 
+# All wrong values at once
+
+STRUCTS = {
+    "specforge": {"": (FlatConfig, {"eagle_config"}), "eagle_config": (NestedConfig, set())},
+    "deepseek": {"": (DeepseekConfig, set())},
+    "speculators": {
+        "": (SpeculatorsConfig, {"speculators_model_type", "transformer_layer_config", "speculators_config"}),
+        "transformer_layer_config": (LayerConfig, {"tie_word_embeddings"}),
+        "speculators_config.verifier": (VerifierConfig, set()),
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", STRUCTS)
+def test_every_wrong_type_of_a_config_is_named_in_one_report(tmp_path, dialect):
+    """No key of any struct takes a list of a list; what the config must have to be of its dialect stays."""
+    places = [
+        ".".join(filter(None, (place, key)))
+        for place, (kind, kept) in STRUCTS[dialect].items()
+        for key in kind.__struct_fields__
+        if key not in kept | {"architectures"}
+    ]
+    # A tensor tells every size but the number of heads.
+    told = [place for place in places if not place.endswith("num_attention_heads")]
+    draft = write_draft(
+        tmp_path, dialect, config_changes=dict.fromkeys(told, [[]]), tensor_changes={"stray": torch.ones(1)}
+    )
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(draft)
+    named = [
+        f.message.partition("/config.json:")[2].partition(": got [[]]; expected ")[0]
+        for f in raised.value.findings
+        if f.code == "config_type"
+    ]
+    assert sorted(named) == sorted(told)
+    assert "unconsumed_tensor" in {f.code for f in raised.value.findings}
+
+
+def test_wrong_types_of_keys_that_nothing_else_tells_are_reported_once(tmp_path):
+    draft = write_draft(tmp_path, config_changes={"num_attention_heads": "4", "head_dim": DELETE, "rms_norm_eps": "x"})
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(draft)
+    assert [f.code for f in raised.value.findings] == ["config_type", "config_type"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"architectures": "LlamaForCausalLMEagle3"}, 'got "LlamaForCausalLMEagle3"; expected a list of class names.'),
+        ({"architectures": 3}, "got 3; expected a list of class names."),
+        ({"architectures": [["LlamaForCausalLMEagle3"]]}, "expected a list of class names."),
+    ],
+)
+def test_architectures_must_be_a_list(tmp_path, changes, wrong):
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(write_draft(tmp_path, config_changes=changes | {"rms_norm_eps": "x"}))
+    assert f"{tmp_path}/config.json:architectures: got" in str(raised.value)
+    assert wrong in str(raised.value)
+    if changes["architectures"] == "LlamaForCausalLMEagle3":
+        assert [f.code for f in raised.value.findings] == ["config_type", "config_type"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("torch_dtype", "bananas", "one of float64, float32, float16, bfloat16"),
+        ("dtype", "torch.int8", "one of float64, float32, float16, bfloat16"),
+        ("hidden_size", -32, "a positive integer"),
+        ("vocab_size", 0, "a positive integer"),
+        ("intermediate_size", -1, "a positive integer"),
+        ("draft_vocab_size", 0, "an integer of at least 1"),
+        ("target_hidden_size", -32, "an integer of at least 1"),
+        ("num_aux_hidden_states", -3, "an integer of at least 0"),
+        ("sliding_window", -8, "a positive number of tokens"),
+    ],
+)
+def test_a_value_that_no_draft_can_have_is_an_error(tmp_path, key, value, expected):
+    changes = {key: value} | ({"use_sliding_window": True} if key == "sliding_window" else {})
+    spec = formats.read_draft(write_draft(tmp_path, config_changes=changes))
+    (found,) = [f for f in spec.findings if f.code == "config_value"]
+    assert found.severity == "error"
+    assert f"config.json:{key}: got {value!r}; expected {expected}." in found.message
+
+
+def test_a_dtype_is_named_where_speculators_write_it(tmp_path):
+    spec = formats.read_draft(write_draft(tmp_path, "speculators", config_changes={"torch_dtype": "bananas"}))
+    assert [f.message.partition("; ")[0] for f in spec.findings if f.severity == "error"] == [
+        f"{tmp_path}/config.json:torch_dtype: got 'bananas'"
+    ]
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", -4), ("head_dim", 0)])
+def test_heads_that_no_draft_can_have_are_an_error(tmp_path, key, value):
+    with pytest.raises(CheckpointError, match=f"{key}: got {value}; expected a positive integer") as raised:
+        formats.read_draft(write_draft(tmp_path, config_changes={key: value}))
+    assert [f.code for f in raised.value.findings] == ["config_value"]
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [("half", "float16"), ("torch.bfloat16", "bfloat16"), ("float", "float32"), ("auto", "float32"), ("", "float32")],
+)
+def test_dtype_as_it_is_spelled(tmp_path, said, dtype):
+    spec = formats.read_draft(write_draft(tmp_path, config_changes={"torch_dtype": said}))
+    assert (spec.dtype, spec.findings) == (dtype, ())
+
+
+def test_broken_weights_do_not_hide_what_is_wrong_in_eagle3_ext(tmp_path):
+    draft = write_draft(tmp_path, config_changes={"eagle3_ext": {"sorces": []}})
+    (draft / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(draft)
+    assert [f.code for f in raised.value.findings] == ["eagle3_ext", "weights_unreadable"]
+
+
+def test_a_llama_with_fc_is_a_draft_however_deep_its_config_says_it_is(tmp_path):
+    changes = {"num_hidden_layers": 40, "draft_vocab_size": DELETE}
+    assert formats.read_draft(write_draft(tmp_path, "eagle", config_changes=changes)).format == "eagle"
+
+
+def test_a_pair_is_read_with_the_problems_of_both(tmp_path):
+    draft, target = write_draft(tmp_path / "d"), write_target(tmp_path / "t")
+    spec, facts = formats.read_pair(draft, target)
+    assert (spec.path, facts.path) == (str(draft), str(target))
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_pair(target, draft)
+    assert [f.code for f in raised.value.findings] == ["dialect_unknown", "target_is_draft"]
+
+
 # Targets
 
 
@@ -628,6 +761,28 @@ def test_target_inside_a_multimodal_wrapper(tmp_path):
     facts = formats.read_target(tmp_path)
     assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (61, 7168, 163840)
     assert facts.reading.ids == "first_is_one"
+
+
+def test_all_that_is_wrong_with_a_target_is_said_at_once(tmp_path):
+    changes = {"architectures": "LlamaForCausalLM", "hidden_size": "32", "vocab_size": 0, "num_hidden_layers": DELETE}
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_target(write_target(tmp_path, config_changes=changes))
+    assert {f.code for f in raised.value.findings} == {"target_unreadable"}
+    said = [line.removeprefix(f"{tmp_path}/config.json:") for line in str(raised.value).splitlines()]
+    assert said == [
+        "num_hidden_layers: got nothing; expected an integer of at least 1. Correct the value.",
+        'hidden_size: got "32"; expected an integer of at least 1. Correct the value.',
+        "vocab_size: got 0; expected an integer of at least 1. Correct the value.",
+        'architectures: got "LlamaForCausalLM"; expected a list with the class of the target. Correct the key.',
+    ]
+
+
+@pytest.mark.parametrize("names", [[["LlamaForCausalLM"]], [], 3, [None]])
+def test_the_class_of_a_target_must_be_text(tmp_path, names):
+    with pytest.raises(CheckpointError, match="architectures: got .*; expected a list with the class of the target"):
+        formats.read_target(write_target(tmp_path, config_changes={"architectures": names}))
+    with pytest.raises(CheckpointError, match="EAGLE-3 draft|a list of class names"):
+        formats.read_draft(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "architectures"])
