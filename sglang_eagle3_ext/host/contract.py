@@ -25,7 +25,8 @@ class Row:
         kind: ``hook`` (wrapped through HookRegistry), ``call``, ``value`` (read or set), ``subclass``.
         parameters: names its signature must have; empty when only its presence matters.
         when: ``start`` (checked in every process), ``models`` (checked when a draft loads; importing it
-            earlier would cost every process seconds), ``cpu`` (checked on the CPU platform).
+            earlier would cost every process seconds), ``cpu`` (checked on the CPU platform), ``features`` (checked
+            where ``probe`` lets SGLang's engine write).
         why: what we need it for.
         delete_when: the upstream change that makes this row superfluous.
     """
@@ -33,7 +34,7 @@ class Row:
     target: str
     kind: Literal["hook", "call", "value", "subclass"]
     parameters: tuple[str, ...]
-    when: Literal["start", "models", "cpu"]
+    when: Literal["start", "models", "cpu", "features"]
     why: str
     delete_when: str
 
@@ -53,6 +54,7 @@ CAPTURE_SEAM = (
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture"
 )
 FINAL_NORM_SEAM = "sglang.srt.layers.layer_boundary.residual.batch.final_norm"
+BACKENDS_SEAM = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 REPORT_SEAM = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backends"
 ACCEPT_SEAM = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
@@ -83,9 +85,20 @@ def _probe(target: str, *parameters: str) -> Row:
     return Row(target, "call", parameters, "models", why, _UPSTREAM)
 
 
+def _kept(target: str, *parameters: str) -> Row:
+    """What launches SGLang's server with schedulers that keep every state of the target."""
+    why = "let SGLang's own engine write the texts of `probe`, and keep every state of its target"
+    return Row(target, "call", parameters, "features", why, "SGLang hands out states by boundary, not as Python lists")
+
+
 def _counted(target: str, kind: Literal["hook", "call", "value"], parameters: tuple[str, ...], why: str) -> Row:
     """What the watch reads at run time."""
     return Row(target, kind, parameters, "start", why, "SGLang counts acceptance for each draft position")
+
+
+def _verified(target: str, kind: Literal["call", "value", "subclass"], parameters: tuple[str, ...], why: str) -> Row:
+    """What verification inside SGLang's Triton backend relies on."""
+    return Row(target, kind, parameters, "models", why, "SGLang's Triton backend verifies trees with a split-KV kernel")
 
 
 _PLATFORM = "SGLang serves EAGLE-3 on CPUs without a compiled kernel package"
@@ -179,6 +192,15 @@ CPU_ROWS: tuple[Row, ...] = (
         "rotate in latent attention without yarn scaling too",
     ),
     _platform(f"{_LAYERS}.rotary_embedding.factory.get_rope", "call", ("head_size", "rotary_dim"), "likewise"),
+    _operator(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        ("model_config", "load_config", "tp_size"),
+        "see that heads were added, so that ranks can share them evenly",
+    ),
+    *(
+        _platform(f"{_LAYERS}.{module}._is_cpu", "value", (), "have SGLang's loaders fill added heads with zeros")
+        for module in ("linear", "parameter")
+    ),
     _platform(
         f"{_DEEPSEEK}.attention_forward_methods.forward_methods.AttnForwardMethod.MLA", "value", (), "name that way"
     ),
@@ -208,14 +230,6 @@ CPU_ROWS: tuple[Row, ...] = (
     _platform(
         f"{_LAYERS}.attention.base_attn_backend.AttentionBackend.verify_mask", "subclass", (), "own the tree mask"
     ),
-    _platform(
-        f"{_LAYERS}.attention.verify_mask.VerifyMask",
-        "call",
-        ("buffer", "mode", "max_bs"),
-        "have the tree mask written without its prefix columns",
-    ),
-    _platform(f"{_LAYERS}.radix_attention.AttentionType.DECODER", "value", (), "refuse other attention"),
-    _platform(f"{_SPECULATIVE}.spec_tree.TreeMaskMode.QLEN_ONLY", "value", (), "choose the mask's layout"),
     _operator(
         f"{_SPECULATIVE}.spec_tree.build_tree_kernel_efficient_func",
         (
@@ -461,6 +475,14 @@ ROWS: tuple[Row, ...] = (
         "SGLang captures the state after the last layer on every class",
     ),
     Row(
+        BACKENDS_SEAM,
+        "hook",
+        ("model_runner",),
+        "start",
+        "offer our form of the backend `triton` before a target's is made",
+        "SGLang's Triton backend verifies trees with a split-KV kernel",
+    ),
+    Row(
         REPORT_SEAM,
         "hook",
         ("self",),
@@ -592,7 +614,7 @@ ROWS: tuple[Row, ...] = (
     ),
     _probe(f"{_LAYERS}.layer_boundary.residual.batch.snapshot", "hidden_states", "forward_batch"),
     _probe("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode"),
-    _probe("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "out_cache_loc", "capture_hidden_mode"),
+    _probe("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "out_cache_loc", "capture_hidden_mode", "rids"),
     _probe("sglang.srt.model_executor.forward_batch_info.ForwardBatch._init_num_token_non_padded", "device"),
     _probe("sglang.srt.model_executor.forward_context.ForwardContext", "attn_backend"),
     _probe("sglang.srt.model_executor.forward_context.forward_context", "ctx", "forward_batch"),
@@ -605,10 +627,132 @@ ROWS: tuple[Row, ...] = (
     _probe("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker", "target_worker"),
     _probe("sglang.srt.utils.require_mlp_sync"),
     _probe("sglang.srt.utils.require_mlp_tp_gather"),
+    _verified(
+        f"{_LAYERS}.attention.attention_registry.ATTENTION_BACKENDS",
+        "value",
+        (),
+        "make the backend `triton` of an EAGLE-3 target ours; SGLang's maker serves every other model",
+    ),
+    *(
+        _verified(f"{_LAYERS}.attention.triton_backend.TritonAttnBackend.{name}", "subclass", parameters, why)
+        for name, parameters, why in (
+            (
+                "__init__",
+                ("self", "model_runner"),
+                "make everything but verification; its `use_verify_splitkv` and `use_verify_shared_kv` choose the "
+                "function `verify_splitkv_fwd` at the seam",
+            ),
+            ("init_forward_metadata", ("self", "forward_batch"), "plan a verify pass without a graph"),
+            (
+                "init_forward_metadata_out_graph",
+                ("self", "forward_batch", "in_capture"),
+                "plan the capture and each replay of a graph from the static `kv_indptr` and `window_kv_indptr`",
+            ),
+            (
+                "update_verify_buffers_to_fill_after_draft",
+                ("self", "spec_info", "cuda_graph_bs"),
+                "read the tree again where a plan stream overtook the draft",
+            ),
+            (
+                "init_cuda_graph_state",
+                ("self", "max_bs", "max_num_tokens"),
+                "keep it from allocating a mask over the context, which it does for `num_draft_tokens`",
+            ),
+            (
+                "_target_verify_num_tokens_per_req",
+                ("self", "spec_info"),
+                "know the draft tokens of a request in a graph",
+            ),
+            ("_forward_extend_kernel", ("self", "layer"), "refuse a verify pass of stock's kernel without its mask"),
+        )
+    ),
+    _verified(
+        f"{_LAYERS}.attention.triton_backend.ForwardMetadata",
+        "value",
+        ("kv_indptr", "window_kv_indptr", "custom_mask", "max_extend_len"),
+        "what a pass without a graph was prepared with",
+    ),
+    _verified(
+        "sglang.kernels.ops.attention.verify_splitkv.verify_splitkv_fwd",
+        "value",
+        (
+            "q_extend",
+            "k_extend",
+            "v_extend",
+            "o_extend",
+            "k_buffer",
+            "v_buffer",
+            "qo_indptr",
+            "kv_indptr",
+            "kv_indices",
+            "custom_mask",
+            "is_causal",
+            "mask_indptr",
+            "max_len_extend",
+            "k_scale",
+            "v_scale",
+            "sm_scale",
+            "logit_cap",
+            "skip_prefix_custom_mask",
+            "sliding_window_size",
+            "sinks",
+            "window_kv_offsets",
+            "xai_temperature_len",
+            "max_bs",
+        ),
+        "be called in its place, with its arguments",
+    ),
+    _verified(
+        f"{_LAYERS}.attention.verify_mask.VerifyMask",
+        "call",
+        ("buffer", "mode", "max_bs", "is_read"),
+        "have the tree mask written without its prefix columns",
+    ),
+    _verified(
+        "sglang.srt.speculative.eagle_info.EagleVerifyInput",
+        "value",
+        ("custom_mask", "num_tokens_per_req"),
+        "put the lent mask in the place of the placeholder with which a graph is captured",
+    ),
+    _verified("sglang.srt.speculative.eagle_utils.TreeMaskMode.QLEN_ONLY", "value", (), "choose the mask's layout"),
+    _verified(
+        f"{_LAYERS}.radix_attention.RadixAttention",
+        "value",
+        (
+            "num_heads",
+            "head_dim",
+            "num_kv_heads",
+            "layer_id",
+            "logit_cap",
+            "v_head_dim",
+            "sliding_window_size",
+            "is_cross_attention",
+            "attn_type",
+        ),
+        "know from a loaded target's layers whether the kernels can verify them all",
+    ),
+    _verified(f"{_LAYERS}.radix_attention.AttentionType.DECODER", "value", (), "leave other attention to stock"),
+    _verified(f"{_LAYERS}.radix_attention.AttentionType.ENCODER_ONLY", "value", (), "skip layers that never verify"),
+    _verified(
+        "sglang.srt.mem_cache.memory_pool.KVCache.get_kv_cache_quant_method",
+        "call",
+        ("self",),
+        "leave pools with scales of their own to stock",
+    ),
+    _verified("sglang.srt.runtime_context.get_exec", "call", (), "leave what these kernels do not serve to stock"),
     _part(f"{_LAYERS}.layer_boundary.layer_stack"),
     _part(f"{_LAYERS}.layer_boundary.AttentionInputs", "hidden_states", "forward_batch", "qkv_latent_func"),
     _part(f"{_LAYERS}.layer_boundary.get_attn_tp_context"),
-    _part(f"{_LAYERS}.linear.ColumnParallelLinear", "input_size", "output_size", "bias", "prefix", "parallel_group"),
+    _part(
+        f"{_LAYERS}.linear.ColumnParallelLinear",
+        "input_size",
+        "output_size",
+        "bias",
+        "gather_output",
+        "prefix",
+        "parallel_group",
+    ),
+    _part("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather", "input_"),
     _part(f"{_LAYERS}.linear.ReplicatedLinear", "input_size", "output_size", "bias", "prefix"),
     _part(
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA",
@@ -663,14 +807,6 @@ ROWS: tuple[Row, ...] = (
         "never; it is the plugin interface",
     ),
     Row(
-        "sglang.srt.speculative.eagle_utils.TreeMaskMode",
-        "call",
-        (),
-        "cpu",
-        "choose the layout of the tree mask",
-        "SGLang serves EAGLE-3 on CPUs without a compiled kernel package",
-    ),
-    Row(
         "sglang.srt.platforms.device_mixin.CpuArchEnum",
         "call",
         (),
@@ -678,6 +814,11 @@ ROWS: tuple[Row, ...] = (
         "answer which CPU this is",
         "SGLang serves EAGLE-3 on CPUs without a compiled kernel package",
     ),
+    _kept("sglang.srt.entrypoints.http_server.launch_server", "server_args", "run_scheduler_process_func"),
+    _kept("sglang.srt.managers.scheduler.run_scheduler_process", "server_args", "port_args", "tp_rank"),
+    _kept("sglang.srt.plugins.load_plugins"),
+    _kept("sglang.srt.server_args.prepare_server_args", "argv"),
+    _kept("sglang.srt.utils.kill_process_tree", "parent_pid", "include_parent"),
     *CPU_ROWS,
 )
 

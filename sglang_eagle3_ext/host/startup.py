@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from sglang_eagle3_ext import assembly
@@ -26,6 +27,23 @@ def register_models(model_config: Any) -> None:
     _registered = True
 
 
+def register_backend(*, model_runner: Any) -> None:
+    """Put our maker of the backend ``triton`` before SGLang's (BEFORE backends are made), once a target asks for it.
+
+    Args:
+        model_runner: SGLang's runner, its weights loaded.
+    """
+    if not (read_switches().kernels and model_runner.spec_algorithm.is_eagle3()):
+        return
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_eagle3_ext.host import verify
+
+    stock = ATTENTION_BACKENDS[verify.BACKEND]
+    if getattr(stock, "func", None) is not verify.make_backend:
+        ATTENTION_BACKENDS[verify.BACKEND] = partial(verify.make_backend, stock)
+
+
 def report(_result: Any, draft_worker: Any) -> None:
     """Prove the capture on every rank, log the start-up block on the first (AFTER the draft's backends are made).
 
@@ -42,8 +60,11 @@ def report(_result: Any, draft_worker: Any) -> None:
         return
     verdict = proof.prove(draft_worker, plan)
     if get_parallel().tp_rank == 0:
+        from sglang_eagle3_ext.host import verify
+
         for line in block(plan, runner, verdict):
             logger.info("%s", line)
+        logger.info("  %-17s %s", "verify", verify.describe(draft_worker.target_worker.model_runner))
     verdict.check()
 
 
@@ -63,13 +84,12 @@ def block(plan: AssemblyPlan, runner: Any, verdict: proof.Verdict) -> list[str]:
         return f"  {title:<17} {text}" + (f"   (from {', '.join(came)})" if came else "")
 
     spelled = " | ".join(assembly.spell(b, n) for b in plan.boundaries)
-    words = assembly.spellings(plan)
     window = spec.attention.sliding_window
     lines = [
         f"EAGLE-3 draft {spec.path} ({spec.format}) on {plan.target.path} ({plan.target.architecture}, {n} layers)",
         line("assembly", f"fc <- [{spelled}]" if spec.fc_in else f"{spelled}, without fc", "sources"),
         line("boundaries", f"{list(plan.boundaries)}, order {spec.order}", "order", "layer_ids"),
-        line("same states as", "; ".join(f"{k} {v}" for k, v in words.items())),
+        *(line(label, text) for label, text in assembly.spell_ids(plan)),
         line("proof", verdict.text),
         line("norms around fc", spec.norms.around_fc, "norms"),
         line("residual", spec.norms.residual, "residual"),
@@ -86,7 +106,7 @@ def block(plan: AssemblyPlan, runner: Any, verdict: proof.Verdict) -> list[str]:
         ),
         *_positions(plan),
         line("quantisation", str(runner.model_config.quantization or "none") + f", {runner.dtype}"),
-        line("kernels", _kernels(runner.model)),
+        line("kernels", runner.model.model.computed_by),
     ]
     lines += [f"  unlike stock      {text}" for text in plan.differences]
     lines += [f"  {f.severity:<17} {f.message}" for f in plan.findings if f.severity != "info"]
@@ -96,11 +116,3 @@ def block(plan: AssemblyPlan, runner: Any, verdict: proof.Verdict) -> list[str]:
 def _positions(plan: AssemblyPlan) -> list[str]:
     """Say where the draft goes on beyond its own length."""
     return [f"  {'positions':<17} {f.message}" for f in plan.findings if f.code == "short_context"]
-
-
-def _kernels(model: Any) -> str:
-    if not read_switches().kernels:
-        return "off; stock's operators compute the draft (EAGLE3_EXT_KERNELS=off)"
-    if model.model.fused:
-        return "fc_proj and norm_concat, PyTorch twins in float32"
-    return "stock's operators compute the draft"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -36,7 +37,7 @@ def variant(source: Path, folder: Path, config: Mapping[str, object], order: Seq
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to serve: the draft (none: no speculation), its flags, and how much is asked."""
+    """One way to serve: the draft (none: no speculation), its flags, how much is asked, and by how many at once."""
 
     draft: str | None
     flags: tuple[str, ...]
@@ -44,6 +45,7 @@ class Kind:
     command: tuple[str, ...] = servers.LAUNCH
     tokens: int = TOKENS
     prompts: int = 8
+    clients: int = 1
 
 
 @dataclass
@@ -60,9 +62,10 @@ class Recorder:
     done: dict[str, list[servers.Answer]] = field(default_factory=dict)
 
     KINDS: ClassVar[Mapping[str, Kind]] = {
-        "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24),
-        "chain": Kind("demo", servers.CHAIN, prompts=24),
-        "tree": Kind("demo", servers.TREE, prompts=24),
+        "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24, clients=4),
+        "chain": Kind("demo", servers.CHAIN, prompts=24, clients=4),
+        "tree": Kind("demo", servers.TREE, prompts=24, clients=4),
+        "two_ranks": Kind("demo", (*servers.CHAIN, "--tp", "2")),
         "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
         "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
         "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
@@ -89,5 +92,9 @@ class Recorder:
     def _ask(self, name: str) -> list[servers.Answer]:
         kind = self.KINDS[name]
         words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
-        with servers.serve(self.folder / f"{name}.log", words, command=kind.command, env=kind.env) as server:
-            return [servers.complete(server, p, kind.tokens) for p in self.prompts[: kind.prompts]]
+        log = self.folder / f"{name}.log"
+        with (
+            servers.serve(log, words, command=kind.command, env=kind.env) as server,
+            ThreadPoolExecutor(kind.clients) as clients,
+        ):
+            return list(clients.map(lambda p: servers.complete(server, p, kind.tokens), self.prompts[: kind.prompts]))

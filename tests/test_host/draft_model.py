@@ -16,6 +16,7 @@ import gc
 import itertools
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,10 @@ import torch
 import torch.nn.functional as F
 import trainers
 from checkpoints import write_draft, write_target
+from interpreter import interpret
 from safetensors.torch import load_file
+from sglang_eagle3_ext.kernels import fc_proj, norm_concat
+from sglang_eagle3_ext.kernels.arch import H200
 from torch import nn
 from trainers import Trained
 
@@ -737,6 +741,203 @@ def test_the_command_line_wins(targets: Callable[[int], Target], tmp_path: Path)
     torch.testing.assert_close(
         served.model.model.project(served.in_capture_order(features)), served.reference.project(features)
     )
+
+
+# ---- the kernels themselves --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Serve with the Triton kernels, in the corrected interpreter, and count what reaches them."""
+    import triton
+
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return wrapper(*args, **kwargs)
+
+        return call
+
+    interpret(fc_proj, norm_concat)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    for module, name in ((fc_proj, "fc_proj"), (norm_concat, "norm_concat")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+        monkeypatch.setattr(module, f"{name}_torch", counted(f"{name}_torch", getattr(module, f"{name}_torch")))
+    return counts
+
+
+ON_KERNELS = (
+    "plain",
+    "permuted",
+    "one_source",
+    "two_sources",
+    "five_sources",
+    "no_fc",
+    "norms_per_source_permuted",
+    "norm_over_all_permuted",
+    "both_after_norm_permuted",
+    "every_bias",
+    "two_layers_post_norm_biases",
+    "wider_target_permuted",
+    "widths_that_divide_nothing",
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ON_KERNELS)
+def test_kernels_serve_as_their_twins_do(
+    name: str,
+    dtype: str,
+    launches: Counter[str],
+    targets: Callable[[int], Target],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import triton
+
+    variant = VARIANTS[name]
+    target, folder = targets(variant.write.get("target_hidden", M)), variant.at(tmp_path)
+    served = serve(folder, target, dtype=dtype)
+    assert served.model.model.computed_by == "fc_proj and norm_concat in Triton"
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    twin = serve(folder, target, dtype=dtype)
+    assert twin.model.model.computed_by == "fc_proj and norm_concat, PyTorch twins in float32"
+
+    features = served.features(9)
+    states = served.in_capture_order(features).to(getattr(torch, dtype))
+    got = run_served(served.model, passes(), states)
+    projected = served.spec.fc_in is not None
+    assert launches == {"norm_concat": len(passes()), **({"fc_proj": 3} if projected else {})}
+    wanted = run_served(twin.model, passes(), states)
+    assert launches["norm_concat_torch"] == len(passes())
+    assert distance(got, wanted) < (CLOSE if dtype == "float32" else 3e-2)
+    if dtype == "float32":
+        assert distance(got, run_reference(served.reference, passes(), features)) < CLOSE
+
+
+def test_kernels_read_what_an_update_wrote(
+    launches: Counter[str], targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    """A CUDA graph goes on reading the memory it was captured with, so an update may not leave it for another."""
+    served = serve(VARIANTS["norms_per_source_permuted"].at(tmp_path), targets(M))
+    model, states = served.model.model, served.in_capture_order(served.features(5))
+    memory = [model._norm_weight.data_ptr(), model.fc.weight.data_ptr()]
+    changed = {f"fc_norm.{i}.weight": norm(M, seed=40 + i) for i in range(3)} | {"fc.weight": random(E, 3 * M) / 9}
+    update(served.model, changed)
+    assert [model._norm_weight.data_ptr(), model.fc.weight.data_ptr()] == memory
+    tensors = dict(reference.read_tensors(served.spec)) | changed
+    whole = reference.ReferenceDraft(served.spec, tensors, embed=served.target.embed.weight.data[:VOCAB])
+    torch.testing.assert_close(model.project(states), whole.project(served.features(5)), rtol=1e-5, atol=1e-5)
+    assert launches["fc_proj"] == 1
+
+
+def test_a_projection_in_fp8_follows_updates(
+    launches: Counter[str], targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    served = serve(VARIANTS["norm_over_all_permuted"].at(tmp_path), targets(M))
+    model, states = served.model.model, served.in_capture_order(served.features(5))
+    exact = model.project(states)
+    assert model.operators.fp8_weight is False
+    model.operators = replace(model.operators, fp8_weight=True)
+    served.model.finish_load()
+    memory = model._fc_weight.data_ptr()
+
+    def expected() -> torch.Tensor:
+        weight, scale = fc_proj.quantise_fc_weight(model.fc.weight)
+        normed = F.rms_norm(states, (3 * M,), model.input_norm.weight, served.spec.rms_norm_eps)
+        return F.linear(normed, weight.float() * scale[:, None])
+
+    torch.testing.assert_close(model.project(states), expected(), rtol=1e-5, atol=1e-5)
+    assert 1e-4 < float((model.project(states) - exact).abs().max() / exact.abs().max()) < 0.1
+    update(served.model, {"fc.weight": random(E, 3 * M) / 9})
+    torch.testing.assert_close(model.project(states), expected(), rtol=1e-5, atol=1e-5)
+    assert model._fc_weight.data_ptr() == memory
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "kernel", "quantisation", "serves"),
+    [
+        pytest.param(GPU, torch.bfloat16, 4096, "triton", None, "fc_proj and norm_concat in Triton", id="kernels"),
+        pytest.param(
+            GPU,
+            torch.float16,
+            7168,
+            "triton",
+            "fp8",
+            "fc_proj on FP8 weights with a scale per column and norm_concat in Triton",
+            id="fp8",
+        ),
+        pytest.param(GPU, torch.bfloat16, 4096, "triton", "awq", "fc_proj and norm_concat in Triton", id="quantised"),
+        pytest.param(
+            GPU,
+            torch.bfloat16,
+            16385,
+            "triton",
+            None,
+            "fc_proj in Triton; stock's norms, which take widths above 16384",
+            id="too wide",
+        ),
+        pytest.param(
+            GPU,
+            torch.float64,
+            64,
+            "triton",
+            None,
+            "stock's operators compute the draft (no kernel computes in torch.float64)",
+            id="float64",
+        ),
+        pytest.param(
+            GPU,
+            torch.bfloat16,
+            64,
+            "torch",
+            None,
+            "stock's operators compute the draft (no kernel serves on this cuda device)",
+            id="old gpu",
+        ),
+        pytest.param(
+            CPU, torch.float32, 64, "torch", "fp8", "fc_proj and norm_concat, PyTorch twins in float32", id="twins"
+        ),
+        pytest.param(
+            CPU, torch.float64, 64, "triton", None, "fc_proj and norm_concat, PyTorch twins in float32", id="as well"
+        ),
+    ],
+)
+def test_what_serves_is_decided_once(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    kernel: str,
+    quantisation: str | None,
+    serves: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_eagle3_ext.host.models import operators
+
+    monkeypatch.setattr(operators, "implementation_for", lambda _device: kernel)
+    monkeypatch.setattr(operators, "arch_of", lambda _device: H200)
+    chosen = operators.choose_operators(device, dtype, width, quantisation)
+    assert chosen.text == serves
+    assert (chosen.fc_proj is fc_proj.fc_proj) is (chosen.fc_proj is not None and "Triton" in serves)
+    assert (chosen.norm_concat is norm_concat.norm_concat) is ("norm_concat in Triton" in serves)
+    assert chosen.float32_weight is ("twins" in serves)
+    assert chosen.fp8_weight is ("FP8" in serves)
+    monkeypatch.setenv("EAGLE3_EXT_KERNELS", "off")
+    off = operators.choose_operators(device, dtype, width, quantisation)
+    assert (off.fc_proj, off.norm_concat, off.fp8_weight) == (None, None, False)
+
+
+def test_fp8_needs_a_gpu_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_eagle3_ext.host.models import operators
+
+    monkeypatch.setattr(operators, "implementation_for", lambda _device: "triton")
+    monkeypatch.setattr(operators, "arch_of", lambda _device: replace(H200, capability=86))
+    assert operators.choose_operators(GPU, torch.bfloat16, 64, "fp8").fp8_weight is False
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from checkpoints import DELETE, write_draft, write_target
 from safetensors.torch import load_file
 
 from sglang_eagle3_ext import assembly, formats, reference
-from sglang_eagle3_ext.host import bench, variants
+from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.host import bench, report, variants
 from sglang_eagle3_ext.host.measure import Answer, Record
 from sglang_eagle3_ext.spec import AssemblyPlan
 
@@ -142,7 +143,7 @@ def test_every_row_gets_its_draft_and_its_switch(tmp_path: Path, target: Path, s
     draft = declared_draft(tmp_path)
     servers, left_out = served(settings, plan_of(draft, target))
     assert left_out == {}
-    assert list(servers) == list(bench.LABELS)
+    assert list(servers) == list(report.LABELS)
     assert not any("speculative" in word for word in servers["baseline"].command)
     assert {n for n, s in servers.items() if s.environment.get("EAGLE3_EXT") == "off"} == {
         "stock",
@@ -193,6 +194,20 @@ def test_a_draft_that_stock_cannot_read_has_no_row_of_stock(tmp_path: Path, targ
     assert list(servers) == ["baseline", "ours", "ours_permuted"]
     assert all(reason for reason in left_out.values())
     assert plan_of(draft_of(servers["ours_permuted"]), target).boundaries == (6, 0, 4)
+
+
+def test_a_draft_at_which_stock_stops_has_no_row_of_stock(tmp_path: Path, target: Path, settings: bench.Settings):
+    draft = declared_draft(tmp_path, config_changes={"draft_vocab_size": DELETE})
+    servers, left_out = served(settings, plan_of(draft, target))
+    assert list(servers) == ["baseline", "ours", "ours_permuted"]
+    assert "stock stops without the key draft_vocab_size" in left_out["stock"]
+
+
+def test_draft_and_target_in_each_other_s_place(tmp_path: Path, target: Path, settings: bench.Settings):
+    swapped = replace(settings, draft=str(target), target=str(declared_draft(tmp_path)))
+    with pytest.raises(CheckpointError) as raised:
+        bench.compare(swapped, {}, tmp_path / "bench.json")
+    assert str(raised.value).count("swap them") == 2
 
 
 def test_a_draft_that_stock_reads_right_is_not_served_by_it_twice(
@@ -262,7 +277,7 @@ def test_words_after_the_dashes_are_for_sglang():
 def test_defaults_of_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "_missing_packages", lambda: iter(()))
     settings = bench.read_settings(parse("D", "T", "--steps", "5"))
-    assert settings.rows == tuple(bench.LABELS)
+    assert settings.rows == tuple(report.LABELS)
     assert (settings.rounds, settings.tokens, settings.concurrency) == (5, 64, 1)
     assert (settings.steps, settings.topk, settings.draft_tokens) == (5, 1, 6)
     assert len(settings.prompts) == len({prompt.text for prompt in settings.prompts}) == 12
@@ -408,27 +423,27 @@ def test_a_target_that_cannot_judge_loses_no_figure(
 
 def test_both_tables_line_up_and_say_it_all(result: dict[str, Any]):
     for header, rows in (
-        (bench.HEADER, bench.cells(result)),
-        (bench.detail_header(result), bench.detail_cells(result)),
+        (report.HEADER, report.cells(result)),
+        (report.detail_header(result), report.detail_cells(result)),
     ):
-        table = bench.text_table(header, rows).splitlines()
+        table = report.text_table(header, rows).splitlines()
         assert len({len(line) for line in table}) == 1
         assert len(table) == 2 + len(result["runs"])
-    ours = bench.detail_cells(result)[1]
-    assert ours[0] == bench.LABELS["ours"]
+    ours = report.detail_cells(result)[1]
+    assert ours[0] == report.LABELS["ours"]
     # 1.0 and 0.8 s against 2.0 and 1.0 s; 12 verify steps in 1.8 s against 16 tokens in 3 s
     assert ours[1] == "1.62x (1.25 to 2.00)"
     assert ours[3] == "0.80"
     assert ours[4:] == ("2.00", "1.00")
-    assert bench.cells(result)[1][-1] == "0 of 1 differing"
+    assert report.cells(result)[1][-1] == "0 of 1 differing"
 
 
 def test_a_difference_is_described_by_what_was_weighed():
     near = {"name": "ours", "question": 3, "position": 6, "gap": 0.01, "rounding": 0.02, "near_tie": True}
-    assert bench.describe(near, "bfloat16") == (
+    assert report.describe(near, "bfloat16") == (
         "ours, question 4, token 7: logits 0.010 apart in float32, bfloat16 moves one by up to 0.020: a near-tie"
     )
-    assert bench.describe(near | {"gap": None, "near_tie": False}, "float32").endswith("may differ in float32")
+    assert report.describe(near | {"gap": None, "near_tie": False}, "float32").endswith("may differ in float32")
 
 
 def test_the_exit_code_tells_of_a_difference(
@@ -449,7 +464,7 @@ def test_the_exit_code_tells_of_a_difference(
 def test_picture_is_drawn_where_matplotlib_is(result: dict[str, Any], tmp_path: Path):
     pytest.importorskip("matplotlib")
     (tmp_path / "bench.png").write_text("mine")
-    assert bench.picture(result, tmp_path / "bench.png")
+    assert report.picture(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "bench.1.png").read_text() == "mine"
 

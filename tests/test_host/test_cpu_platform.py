@@ -124,8 +124,9 @@ def test_replacements_take_the_arguments_of_what_they_replace() -> None:
 
 def settings(**changes: Any) -> SimpleNamespace:
     """Make the server settings that the platform looks at."""
-    served = {"page_size": None, "kv_cache_dtype": "auto", "speculative_use_rejection_sampling": False}
-    return SimpleNamespace(**(served | {"attention_backend": None} | changes))
+    served: dict[str, Any] = {"page_size": None, "kv_cache_dtype": "auto", "speculative_use_rejection_sampling": False}
+    served |= {"attention_backend": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    return SimpleNamespace(**(served | changes))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,32 @@ def test_settings_that_would_be_served_wrongly_are_refused_together() -> None:
         "--kv-cache-dtype",
         "--speculative-use-rejection-sampling",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shares"),
+    [([0, 1], 2, "0|1"), ([2, 3, 5, 7, 8], 2, "2,3|5,7"), ([4], 3, "4|4|4"), ([0, 1], 3, "0|1|0"), ([0, 1], 1, "0,1")],
+)
+def test_cores_are_shared_out_between_ranks(cores: list[int], ranks: int, shares: str) -> None:
+    from sglang_eagle3_ext.host.cpu.platform import share_cores
+
+    assert share_cores(cores, ranks) == shares
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, True), ("7|8", False)])
+def test_ranks_get_cores_unless_the_user_shared_them_out(
+    given: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_eagle3_ext.host.cpu.platform import Eagle3CpuPlatform, share_cores
+
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    Eagle3CpuPlatform().apply_server_args_defaults(settings())
+    assert os.environ.get(name) == given
+    Eagle3CpuPlatform().apply_server_args_defaults(settings(tp_size=2))
+    assert os.environ[name] == (share_cores(sorted(os.sched_getaffinity(0)), 2) if kept else given)
 
 
 def test_a_gpu_in_sight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

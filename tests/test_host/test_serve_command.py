@@ -459,6 +459,13 @@ def test_a_draft_and_a_target_that_are_not_there(tmp_path, capsys, started):
     assert "no target" in err
 
 
+def test_draft_and_target_in_each_other_s_place(pair, capsys, started):
+    err = refused(capsys, started, *reversed(pair))
+    assert "describes a whole language model, got LlamaForCausalLM of 8 layers as the draft" in err
+    assert "is an EAGLE-3 draft, got it as the target" in err
+    assert err.count("swap them") == 2
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"eagle3_ext": 3}', '{"eagle3_ext": {"sorces": []}}'])
 def test_an_override_that_is_not_understood(pair, capsys, started, text):
     err = refused(capsys, started, *pair, "--json-model-override-args", text)

@@ -6,10 +6,14 @@ attention; anything else is refused when the backend is made or when a layer fir
 
 Latent attention (DeepSeek, Kimi) runs absorbed in every pass: the pool holds one row [C + R] per token,
 which is the one key that all query heads share, and its first C columns are the value.
+
+Where Triton's interpreter is on (``TRITON_INTERPRET=1``), draft trees are verified by the Triton kernels that serve on
+a GPU, through the same ``host.verify``: to check them, not to be quick.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.host import verify
 from sglang_eagle3_ext.host.cpu import BACKEND
 from sglang_eagle3_ext.host.cpu.segments import (
     MaskStyle,
@@ -33,11 +38,14 @@ from sglang_eagle3_ext.host.cpu.segments import (
     extend_segments,
     verify_segments,
 )
+from sglang_eagle3_ext.kernels.arch import implementation_for
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 def register_backend() -> None:
@@ -74,7 +82,9 @@ class Eagle3CpuAttention(AttentionBackend):
             always_absorb()
         self.segments: list[Segment] = []
         self._checked_layers: set[int] = set()
-        self._verify_mask = _make_verify_mask(model_runner)
+        self._tree_verify = _make_tree_verify(model_runner)
+        self._committed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._verify_mask = self._tree_verify.mask if self._tree_verify else _make_verify_mask(model_runner)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -94,12 +104,16 @@ class Eagle3CpuAttention(AttentionBackend):
         req_to_token = self.req_to_token_pool.req_to_token
         requests = forward_batch.req_pool_indices.tolist()
         lengths = forward_batch.seq_lens.tolist()
+        self._committed = None
         if mode.is_idle():
             self.segments = []
         elif mode.is_decode():
             self.segments = decode_segments(req_to_token, requests, lengths)
         elif mode.is_target_verify():
             spec_info = forward_batch.spec_info
+            if self._tree_verify is not None:
+                self._prepare_kernels(self._tree_verify, req_to_token, requests, lengths, spec_info)
+                return
             self.segments = verify_segments(
                 req_to_token,
                 requests,
@@ -111,6 +125,20 @@ class Eagle3CpuAttention(AttentionBackend):
         else:
             new_lengths = forward_batch.extend_seq_lens.tolist()
             self.segments = extend_segments(req_to_token, requests, lengths, new_lengths, self.style)
+
+    def _prepare_kernels(
+        self,
+        tree_verify: verify.TreeVerify,
+        req_to_token: torch.Tensor,
+        requests: list[int],
+        lengths: list[int],
+        spec_info: Any,
+    ) -> None:
+        """Give the kernels what SGLang's Triton backend gives them: offsets and slots of the committed tokens."""
+        kv_indptr = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        committed = [req_to_token[request, :length] for request, length in zip(requests, lengths, strict=True)]
+        self._committed = kv_indptr, torch.cat(committed)
+        tree_verify.prepare(kv_indptr, None, spec_info.custom_mask, spec_info.draft_token_num)
 
     def forward_extend(
         self,
@@ -147,13 +175,18 @@ class Eagle3CpuAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
-        return attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
-            self.segments,
-            layer.scaling,
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        if self._committed is None or self._tree_verify is None:
+            return attend(query, keys, values, self.segments, layer.scaling)
+        if k is None or v is None:
+            k, v = keys[forward_batch.out_cache_loc], values[forward_batch.out_cache_loc]
+        out = query.new_zeros(len(query), layer.tp_q_head_num, layer.v_head_dim)
+        kv_indptr, kv_slots = self._committed
+        self._tree_verify.attend(
+            query, k, v, out, keys, values, None, kv_indptr, kv_slots, None, True, None, 0, 1.0, 1.0, layer.scaling
         )
+        return out.view(len(query), -1)
 
     forward_decode = forward_extend
 
@@ -189,6 +222,16 @@ class Eagle3CpuDraftAttention:
             )
         for backend, segments in zip(self.attn_backends, steps, strict=False):
             backend.segments = segments
+
+
+def _make_tree_verify(model_runner: ModelRunner) -> verify.TreeVerify | None:
+    """Make the kernels' side of a target's verification where Triton's interpreter is on, else nothing."""
+    if implementation_for(torch.device("cpu")) == "torch" or not verify.wants_kernels(model_runner):
+        return None
+    if reasons := verify.left_to_stock(model_runner):
+        logger.warning("Draft trees are verified in PyTorch: %s.", "; ".join(reasons))
+        return None
+    return verify.tree_verify_for(model_runner)
 
 
 def _make_verify_mask(model_runner: ModelRunner) -> VerifyMask | None:

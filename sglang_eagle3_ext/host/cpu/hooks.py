@@ -35,6 +35,7 @@ it replaces the old object in every loaded module, which here would be every ``N
 
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 LATENT_ROTATION = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
+PADDED_HEADS = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 
 
 def install() -> None:
@@ -43,6 +44,7 @@ def install() -> None:
         _hook_once(target, operator, HookType.REPLACE)
     _hook_once(DRAFT_BACKENDS, offer_draft_backend, HookType.BEFORE)
     _hook_once(LATENT_ROTATION, make_latent_rotation, HookType.AROUND)
+    _hook_once(PADDED_HEADS, load_padded_heads, HookType.AFTER)
     HookRegistry.apply_hooks()
     for module_name, operators in ABSENT.items():
         module = importlib.import_module(module_name)
@@ -89,6 +91,19 @@ def make_latent_rotation(
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     return get_rope(head_size, rotary_dim, max_position, base, is_neox_style, None, dtype, partial_rotary_factor)
+
+
+def load_padded_heads(model_config: Any, _given: Any, _load_config: Any, _tp_size: int) -> None:
+    """Let weights be loaded where SGLang has added heads to share them out evenly (AFTER it has adjusted the config).
+
+    On a CPU it adds heads whose weights are zero, nine of a model becoming twelve on two ranks. Its loaders fill them
+    up only where a variable of the environment says CPU, which would also have SGLang import a kernel package.
+    """
+    from sglang.srt.layers import linear, parameter
+
+    stored = model_config.hf_config.original_num_attention_heads, model_config.hf_config.original_total_num_kv_heads
+    if (model_config.num_attention_heads, model_config.get_total_num_kv_heads()) != stored:
+        linear._is_cpu = parameter._is_cpu = True
 
 
 def offer_draft_backend(

@@ -15,7 +15,7 @@ from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host.cpu import BACKEND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.platforms.interface import KVPoolKind
 
@@ -57,6 +57,10 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
             raise UnsupportedError("\n".join(problems))
         if server_args.attention_backend in (None, self._backend_of_sglang):
             server_args.attention_backend = BACKEND
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        if ranks > 1:
+            # Without it SGLang serves no more ranks than there are NUMA nodes.
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", share_cores(sorted(os.sched_getaffinity(0)), ranks))
 
     @property
     def _backend_of_sglang(self) -> str:
@@ -114,6 +118,13 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_eagle3_ext.host.cpu.linear_methods import pack_model
 
         pack_model(model)
+
+
+def share_cores(cores: Sequence[int], ranks: int) -> str:
+    """Share cores out between ranks, as SGLang spells it: ``0,1|2,3``; with fewer cores than ranks some share one."""
+    each = max(1, len(cores) // ranks)
+    shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def unsupported_settings(server_args: Any) -> list[str]:

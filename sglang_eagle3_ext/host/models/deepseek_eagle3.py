@@ -21,6 +21,7 @@ from torch import nn
 
 from sglang_eagle3_ext.host import config as host_config
 from sglang_eagle3_ext.host.models import draft
+from sglang_eagle3_ext.host.models.operators import Operators
 from sglang_eagle3_ext.spec import Attention, DraftSpec, Latent
 
 
@@ -28,7 +29,7 @@ class LatentDraftLayer(draft.DraftLayer):
     """One decoder layer of an MLA draft: SGLang's latent attention and dense MLP."""
 
     def __init__(
-        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, fused: bool
+        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, operators: Operators
     ) -> None:
         nn.Module.__init__(self)
         attention, latent, width = spec.attention, latent_of(spec), config.hidden_size
@@ -36,7 +37,7 @@ class LatentDraftLayer(draft.DraftLayer):
         self.self_attn = DeepseekV2AttentionMLA(
             config=config,
             hidden_size=width,
-            num_heads=attention.heads,
+            num_heads=config.num_attention_heads,
             qk_nope_head_dim=latent.qk_nope_head_dim,
             qk_rope_head_dim=latent.qk_rope_head_dim,
             v_head_dim=latent.v_head_dim,
@@ -62,7 +63,7 @@ class LatentDraftLayer(draft.DraftLayer):
         self.input_layernorm = RMSNorm(width, eps=spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, eps=spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(width, eps=spec.rms_norm_eps)
-        self.prepare(config, layer_id, quant_config, add_prefix("mlp", prefix), spec=spec, fused=fused)
+        self.prepare(config, layer_id, quant_config, add_prefix("mlp", prefix), spec=spec, operators=operators)
 
     def _widen(self, attention: Attention, latent: Latent, columns: int, quant_config: Any, prefix: str) -> None:
         """Let the attention read ``[embedding | hidden]``, which is twice as wide as what it writes."""
@@ -70,7 +71,7 @@ class LatentDraftLayer(draft.DraftLayer):
         if latent.q_lora_rank is None:
             self.self_attn.q_proj = ColumnParallelLinear(
                 columns,
-                attention.heads * attention.head_dim,
+                self.self_attn.num_heads * attention.head_dim,
                 bias=False,
                 quant_config=quant_config,
                 prefix=add_prefix("q_proj", prefix),

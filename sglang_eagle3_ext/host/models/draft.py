@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.layers.layer_boundary import layer_stack
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -34,9 +34,8 @@ from torch import nn
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.host import config as host_config
-from sglang_eagle3_ext.host.switches import read_switches
-from sglang_eagle3_ext.kernels.fc_proj import fc_proj_torch
-from sglang_eagle3_ext.kernels.norm_concat import norm_concat_torch
+from sglang_eagle3_ext.host.models.operators import Operators, choose_operators
+from sglang_eagle3_ext.kernels.fc_proj import quantise_fc_weight
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec
 
 logger = logging.getLogger(__name__)
@@ -61,11 +60,11 @@ class DraftLayer(nn.Module):
     post_attention_layernorm: Any
 
     def prepare(
-        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, fused: bool
+        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, operators: Operators
     ) -> None:
         """Make of SGLang's layer the one that the spec describes."""
         self.is_input_layer = layer_id == 0
-        self._fused = fused
+        self._norm_concat = operators.norm_concat
         self._post_norm_residual = spec.norms.residual == "post_norm"
         if layer_id > 0:
             # Only the first layer reads an embedding; stock's second norm would stay at ones here.
@@ -102,8 +101,8 @@ class DraftLayer(nn.Module):
         if not self.is_input_layer:
             normed, residual = self.input_layernorm(hidden_states, residual)
             return normed, residual
-        if self._fused:
-            return norm_concat_torch(
+        if self._norm_concat is not None:
+            return self._norm_concat(
                 hidden_states,
                 embeds,
                 embed_norm_weight=self.input_layernorm.weight,
@@ -135,53 +134,91 @@ class DraftModel(nn.Module):
             config.vocab_size, config.hidden_size, prefix=add_prefix("embed_tokens", prefix)
         )
         self.num_aux_hidden_states = spec.num_sources
-        self.fc: nn.Linear | None = None
+        embeds = self.embed_tokens.weight
+        method = None if quant_config is None else quant_config.get_name()
+        self.operators = choose_operators(embeds.device, embeds.dtype, config.hidden_size, method)
+        self.fc: Any = None
         self.fc_norm: Any = None
         self.input_norm: Any = None
+        self.fc_is_sharded = False
+        self._norm_weight: torch.Tensor | None = None
         if spec.fc_in is not None:
-            self.fc = nn.Linear(spec.fc_in, config.hidden_size, bias=spec.fc_bias)
-            if spec.norms.around_fc == "concatenation":
-                self.input_norm = RMSNorm(spec.fc_in, eps=config.rms_norm_eps)
-            elif spec.norms.around_fc == "per_source":
-                self.fc_norm = nn.ModuleList(
-                    RMSNorm(spec.target_hidden_size, eps=config.rms_norm_eps) for _ in range(spec.num_sources)
-                )
-        # Twins of the kernels serve on the CPU; on a GPU stock's operators do until the kernels stand there.
-        self.fused = read_switches().kernels and self.embed_tokens.weight.device.type == "cpu"
+            self._make_projection(spec, spec.fc_in, add_prefix("fc", prefix))
         with layer_stack():
             self.layers = nn.ModuleList(
-                layer_class(config, i, quant_config, prefix, spec=spec, fused=self.fused)
+                layer_class(config, i, quant_config, prefix, spec=spec, operators=self.operators)
                 for i in range(spec.attention.num_layers)
             )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if spec.norms.final_norm else None
         self.norm_output = spec.norms.recurrent_state == "post_norm"
         self._fc_weight: torch.Tensor | None = None
+        self._fc_scale: torch.Tensor | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether ``fc_proj``, kernel or twin, computes the projection."""
+        return self.operators.fc_proj is not None
+
+    @property
+    def computed_by(self) -> str:
+        """Which operators compute the draft, and how the projection lies over the ranks, for the log."""
+        ranks, width = get_parallel().tp_size, self.config.hidden_size
+        if ranks == 1 or self.fc is None:
+            return self.operators.text
+        if self.fc_is_sharded:
+            return f"{self.operators.text}; fc: {width // ranks} of {width} columns on each of {ranks} ranks"
+        why = f", which do not divide {width} columns" if self.fused else ""
+        return f"{self.operators.text}; fc: whole on each of {ranks} ranks{why}"
+
+    def _make_projection(self, spec: DraftSpec, fc_in: int, prefix: str) -> None:
+        """Make fc and the norms before it; under tensor parallelism each rank keeps its share of fc's columns."""
+        width, ranks, eps = self.config.hidden_size, get_parallel().tp_size, self.config.rms_norm_eps
+        self.fc_is_sharded = self.fused and ranks > 1 and width % ranks == 0
+        if self.fc_is_sharded:
+            self.fc = ColumnParallelLinear(fc_in, width, bias=spec.fc_bias, gather_output=True, prefix=prefix)
+        else:
+            self.fc = nn.Linear(fc_in, width, bias=spec.fc_bias)
+        if spec.norms.around_fc == "concatenation":
+            self.input_norm = RMSNorm(fc_in, eps=eps)
+            self._norm_weight = self.input_norm.weight.data
+        elif spec.norms.around_fc == "per_source":
+            self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, eps=eps) for _ in range(spec.num_sources))
+            if self.fused:
+                # The norms hold the rows of one tensor, which fc_proj reads as it is after any update of weights.
+                self._norm_weight = torch.stack([norm.weight.data for norm in self.fc_norm])
+                for norm, row in zip(self.fc_norm, self._norm_weight, strict=True):
+                    norm.weight.data = row
 
     def prepare_projection(self) -> None:
-        """Keep a float32 copy of the fc weight for the twin; call after every weight update."""
-        if self.fused and self.fc is not None:
+        """Copy the fc weight into the dtype that the projection reads; call after every weight update."""
+        if self.fc is None or not (self.operators.float32_weight or self.operators.fp8_weight):
+            return
+        if self.operators.float32_weight:
             self._fc_weight = self.fc.weight.detach().float()
-
-    def _norm_weight(self) -> torch.Tensor | None:
-        """Return the weights of the norms before fc: [K*M] over the concatenation, [K, M] per source."""
-        if self.fc_norm is not None:
-            return torch.stack([n.weight for n in self.fc_norm])
-        return None if self.input_norm is None else self.input_norm.weight.data
+            return
+        weight, scale = quantise_fc_weight(self.fc.weight.detach())
+        if self._fc_weight is None or self._fc_scale is None:
+            self._fc_weight, self._fc_scale = weight, scale
+        else:  # CUDA graphs remember the memory
+            self._fc_weight.copy_(weight)
+            self._fc_scale.copy_(scale)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Map captured states [T, K*M], in capture order, to the draft's width [T, E]."""
         if self.fc is None:
             return states
-        if self.fused:
-            return fc_proj_torch(
-                states,
+        if self.operators.fc_proj is not None:
+            projected = self.operators.fc_proj(
+                states.to(self.fc.weight.dtype),
                 self.fc.weight if self._fc_weight is None else self._fc_weight,
                 norm=self.plan.spec.norms.around_fc,
-                norm_weight=self._norm_weight(),
+                norm_weight=self._norm_weight,
                 eps=self.config.rms_norm_eps,
                 bias=self.fc.bias,
+                weight_scale=self._fc_scale,
                 num_sources=self.num_aux_hidden_states,
             )
+            return self.fc.tp_group.all_gather(projected) if self.fc_is_sharded else projected
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -457,7 +494,7 @@ class ServedDraft(nn.Module):
         if spec.embed == "own":
             own = self.model.embed_tokens.weight
             same = own.shape == embed.shape and torch.equal(own.data, embed.data.to(own.dtype))
-            if not same:
+            if not _all_ranks(same, own.device):
                 self.embed_origin = "its own"
                 return
             self.embed_origin = "the target's (its own is equal)"
@@ -472,3 +509,11 @@ class ServedDraft(nn.Module):
             del self.lm_head.weight
             self.lm_head.weight = head
             self._shared.add("lm_head.weight")
+
+
+def _all_ranks(holds: bool, device: torch.device) -> bool:
+    """Say whether something that each rank sees of its own shard holds on all of them."""
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return holds
+    return bool(parallel.tp_group.all_gather(torch.tensor([int(holds)], device=device)).all())

@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils import add_prefix
 
 from sglang_eagle3_ext.host.models import draft
+from sglang_eagle3_ext.host.models.operators import Operators
 from sglang_eagle3_ext.spec import DraftSpec
 
 
@@ -22,17 +23,17 @@ class LlamaDraftLayer(draft.DraftLayer, stock.LlamaDecoderLayer):
     """One decoder layer of a Llama-type draft."""
 
     def __init__(
-        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, fused: bool
+        self, config: Any, layer_id: int, quant_config: Any, prefix: str, *, spec: DraftSpec, operators: Operators
     ) -> None:
         super().__init__(config, layer_id, quant_config, prefix)
-        self.prepare(config, layer_id, quant_config, prefix, spec=spec, fused=fused)
+        self.prepare(config, layer_id, quant_config, prefix, spec=spec, operators=operators)
         attention, eps = spec.attention, spec.rms_norm_eps
         if attention.qkv_bias:
             self.self_attn.qkv_proj = QKVParallelLinear(
                 config.hidden_size * (2 if layer_id == 0 else 1),
                 attention.head_dim,
-                attention.heads,
-                attention.kv_heads,
+                self.self_attn.total_num_heads,
+                self.self_attn.total_num_kv_heads,
                 bias=True,
                 quant_config=quant_config,
                 prefix=add_prefix("qkv_proj", prefix),
