@@ -20,6 +20,9 @@ from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.folder import locate
 
 if TYPE_CHECKING:
+    import torch
+
+    from sglang_eagle3_ext.probe.features import Engine
     from sglang_eagle3_ext.probe.verdict import Probe
     from sglang_eagle3_ext.spec import DraftSpec
 
@@ -27,8 +30,13 @@ TRUSTED_STEPS = 5000
 """Verify steps that a server's watch takes a recorded value to rest on, see ``host.watch.RECORDED_STEPS``."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``probe`` to the command line; ``--write`` goes through the ``configure`` beside it."""
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], engine: Engine) -> None:
+    """Add ``probe`` to the command line; ``--write`` goes through the ``configure`` beside it.
+
+    Args:
+        commands: the subparsers of ``sglang-eagle3``.
+        engine: lets SGLang write, for ``--sglang``.
+    """
     parser = commands.add_parser(
         "probe",
         help="find out from evidence which assembly a draft was trained with",
@@ -49,13 +57,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="longest answer (default: %(default)s)"
     )
     parser.add_argument("--steps", type=_positive, default=3, help="drafts of a chain (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where the target runs (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cpu", help="where transformers runs the target and lays its states (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random starts (default: %(default)s)")
     parser.add_argument("--save-features", type=Path, metavar="FILE", help="keep the states for --features")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw acceptance against boundary for each fc block")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--write", action="store_true", help="configure the draft with what was found and measured")
-    parser.set_defaults(command=lambda args: _probe(args, commands))
+    parser.add_argument(
+        "--sglang",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="run the target in SGLang itself instead of transformers; all that follows goes to SGLang, such as "
+        "--tp-size 8 --quantization fp8",
+    )
+    parser.set_defaults(command=lambda args: _probe(args, commands, engine))
 
 
 def _positive(text: str) -> int:
@@ -65,7 +82,9 @@ def _positive(text: str) -> int:
     return value
 
 
-def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> int:
+def _probe(
+    args: argparse.Namespace, commands: argparse._SubParsersAction[argparse.ArgumentParser], engine: Engine
+) -> int:
     from sglang_eagle3_ext.formats import read_draft
     from sglang_eagle3_ext.probe import report
     from sglang_eagle3_ext.probe.features import Features
@@ -75,6 +94,8 @@ def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argpar
     _check_arguments(args)
     draft = locate(args.draft, args.revision)
     target = locate(args.target, args.target_revision)
+    if args.write:
+        commands.choices["configure"].get_default("refuse_in_place")(args.draft, draft / "config.json")
     # Before hours are spent on the text: can this pair be probed at all?
     check_pair(read_draft(draft), target)
     spec = Candidates(draft, target).spec
@@ -84,7 +105,7 @@ def _probe(args: argparse.Namespace, commands: argparse._SubParsersAction[argpar
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-eagle3-"))
             file = Path(place) / "features.safetensors"
         if args.features is None:
-            _write_features(args, spec, target, file)
+            _write_features(args, spec, target, file, engine)
         features = Features.open(file)
         if features.target and Path(features.target).name != Path(args.target).name:
             _say([f"{file}: was written by {features.target}, got --target {args.target}; only sizes were compared"])
@@ -135,6 +156,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         problems.append(f"{args.save_features}: is there already; expected a free name. Choose another one.")
     if args.features is not None and args.save_features is not None:
         problems.append("--save-features: got it with --features; expected one of them. Copy the file instead.")
+    if args.features is not None and args.sglang is not None:
+        problems.append("--sglang: got it with --features, which are written already; expected one of them. Drop one.")
+    if args.features is None and args.sglang is None:
+        problems += _device_problems(args.device)
     if args.features is not None and args.tokens is not None:
         problems.append("--tokens: got it with --features, which are written already; expected one of them. Drop one.")
     for name in ("plot", "save_features"):
@@ -145,8 +170,20 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, file: Path) -> None:
-    """Run the target in transformers; say before what that takes."""
+def _device_problems(device: str) -> list[str]:
+    """Try whether the target can run there and its states come back; PyTorch has no question for it."""
+    import torch
+
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return [f"--device: got {device}, which PyTorch cannot compute on: {reason}; expected cpu, cuda or the like."]
+    return []
+
+
+def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, file: Path, engine: Engine) -> None:
+    """Run the target; say before what that takes."""
     from sglang_eagle3_ext.probe.features import FeatureWriter, capture, encode, load_target, read_prompts
 
     prompts = read_prompts(args.prompts)
@@ -159,10 +196,12 @@ def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, fil
             f"{args.prompts}: got token {largest}; expected ids below the target's {spec.vocab.target}. Write prompts "
             "as text, or with this target's tokenizer."
         )
+    groups = [prompt.group for prompt in prompts]
+    if args.sglang is not None:
+        _let_sglang_write(args, spec, target, ids, groups, file, engine)
+        return
     model = load_target(target, args.device)
-    new = args.max_new_tokens + args.steps
-    _announce(model, spec, ids, new, file)
-    total = len(prompts) * args.max_new_tokens
+    _announce(model, spec, ids, args.max_new_tokens + args.steps, file)
     with (
         _bars() as bars,
         FeatureWriter(file, target=str(args.target), steps=args.steps) as writer,
@@ -170,28 +209,87 @@ def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, fil
         capture(
             model,
             ids,
-            [prompt.group for prompt in prompts],
+            groups,
             writer,
             max_new_tokens=args.max_new_tokens,
             steps=args.steps,
-            progress=bars("text", total),
+            progress=bars("text", len(prompts) * args.max_new_tokens),
         )
+
+
+def _let_sglang_write(
+    args: argparse.Namespace,
+    spec: DraftSpec,
+    target: Path,
+    ids: Sequence[Sequence[int]],
+    groups: Sequence[str | None],
+    file: Path,
+    engine: Engine,
+) -> None:
+    """Run the target in SGLang; the time is said once it is up, since only it knows how fast it is."""
+    from sglang_eagle3_ext.formats import read_target
+    from sglang_eagle3_ext.probe.features import FeatureWriter, capture_elsewhere, state_bytes
+
+    flags = args.sglang[args.sglang[:1] == ["--"] :]
+    facts = read_target(target)
+    dtype = _dtype(target, flags)
+    new = args.max_new_tokens + args.steps
+    rows = sum(len(prompt) + new for prompt in ids)
+    size = rows * state_bytes(facts.num_layers, facts.hidden_size, dtype)
+    _announce_sizes(spec, facts.num_layers, len(ids), rows, size, file)
+    _say(["target: SGLang takes its own share of memory, see --mem-fraction-static; starting it"])
+    with (
+        _bars() as bars,
+        FeatureWriter(file, target=str(args.target), steps=args.steps) as writer,
+    ):
+        capture_elsewhere(
+            engine,
+            facts,
+            ids,
+            groups,
+            writer,
+            max_new_tokens=args.max_new_tokens,
+            steps=args.steps,
+            dtype=dtype,
+            flags=flags,
+            say=lambda line: _say([line]),
+            progress=bars("text", len(ids)),
+        )
+
+
+def _dtype(target: Path, flags: Sequence[str]) -> torch.dtype:
+    """Say in which dtype SGLang is to compute: as its flags say, else as the target is stored."""
+    import torch
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    named = parser.parse_known_args(flags)[0].dtype
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    inner = config.get("text_config") or {}
+    if named == "auto":
+        stored = (part.get(key) for part in (inner, config) for key in ("dtype", "torch_dtype"))
+        named = next((value for value in stored if value), "bfloat16")
+    dtypes = {
+        "float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16,
+        "float16": torch.float16, "half": torch.float16,
+    }  # fmt: skip
+    if named not in dtypes:
+        raise CheckpointError(
+            f"--dtype: got {named}; expected one of {', '.join(dtypes)}. Give one of them behind --sglang."
+        )
+    return dtypes[named]
 
 
 def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: int, file: Path) -> None:
-    """Say what the probe is going to take, and refuse where the disk has no room for it."""
+    """Say what it is going to take to run the target in transformers."""
     import torch
 
     from sglang_eagle3_ext.probe.features import BATCH_BYTES, batches, row_bytes
-    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
 
-    size = sum(len(prompt) + new for prompt in ids) * row_bytes(model)
-    room = shutil.disk_usage(file.absolute().parent).free
-    if size > room:
-        raise CheckpointError(
-            f"{file}: the states need up to {size / 1e9:.1f} GB, got {room / 1e9:.1f} GB free; expected room for "
-            "them. Take less text with --tokens, or another place with --save-features or TMPDIR."
-        )
+    rows = sum(len(prompt) + new for prompt in ids)
+    _announce_sizes(
+        spec, model.config.get_text_config().num_hidden_layers, len(ids), rows, rows * row_bytes(model), file
+    )
     cut = list(batches(sorted(range(len(ids)), key=lambda i: len(ids[i])), ids, model, new))
     feed = torch.ones(len(cut[0]), 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
@@ -200,16 +298,32 @@ def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: in
             model(input_ids=feed, use_cache=False)
     minutes = (time.perf_counter() - began) * sum(max(len(ids[i]) for i in some) + new for some in cut) / 60
     weights = sum(p.nbytes for p in model.parameters())
-    draft = sum(4 * math.prod(info.shape) for info in spec.tensors.values())
-    layers, blocks = model.config.get_text_config().num_hidden_layers, max(1, spec.num_sources)
-    bound = search_bound(layers, blocks, sizes(min(STAGES[-1], max(1, len(ids) // 2))))
     _say(
         [
-            f"{len(ids)} prompts, up to {len(ids) * new:,} tokens to write, about {minutes:.1f} min; then a search in "
-            f"which the draft reads at most {bound:,} answers, usually less than a tenth of that",
-            f"memory: {weights / 1e9:.1f} GB for the target, {draft / 1e9:.1f} GB for the draft, up to "
-            f"{BATCH_BYTES / 1e9:.1f} GB for the states of a batch and {PROJECTION_BYTES / 1e9:.1f} GB for "
-            f"projections; disk: up to {size / 1e9:.1f} GB in {file.parent}",
+            f"target: {weights / 1e9:.1f} GB of memory, and up to {BATCH_BYTES / 1e9:.1f} GB for the states of a "
+            f"batch; about {minutes:.1f} min to write the text"
+        ]
+    )
+
+
+def _announce_sizes(spec: DraftSpec, layers: int, prompts: int, rows: int, size: int, file: Path) -> None:
+    """Say how much there is to write, to keep and to search, and refuse where the disk has no room for it."""
+    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
+
+    room = shutil.disk_usage(file.absolute().parent).free
+    if size > room:
+        raise CheckpointError(
+            f"{file}: the states need up to {size / 1e9:.1f} GB, got {room / 1e9:.1f} GB free; expected room for "
+            "them. Take less text with --tokens, or another place with --save-features or TMPDIR."
+        )
+    draft = sum(4 * math.prod(info.shape) for info in spec.tensors.values())
+    bound = search_bound(layers, max(1, spec.num_sources), sizes(min(STAGES[-1], max(1, prompts // 2))))
+    _say(
+        [
+            f"{prompts} prompts, up to {rows:,} tokens with their answers; then a search in which the draft reads at "
+            f"most {bound:,} answers, usually less than a tenth of that",
+            f"disk: up to {size / 1e9:.1f} GB in {file.parent}; memory: {draft / 1e9:.1f} GB for the draft and up to "
+            f"{PROJECTION_BYTES / 1e9:.1f} GB for projections",
         ]
     )
 
@@ -273,9 +387,16 @@ def _say(lines: Iterable[str]) -> None:
     sys.stderr.flush()
 
 
+_AT_MOST = "at most "
+"""Before a total that a stage seldom reaches."""
+
+_LINES_S = 15.0
+"""Seconds between two lines of progress where there is no terminal for a bar."""
+
+
 @contextlib.contextmanager
 def _bars() -> Iterator[Callable[[str, int], Callable[[int], object]]]:
-    """Show a bar for each stage on a terminal where tqdm is installed."""
+    """Show a bar for each stage on a terminal where tqdm is installed, else a line now and then."""
     bar: Any = None
 
     def start(what: str, total: int) -> Callable[[int], object]:
@@ -288,7 +409,19 @@ def _bars() -> Iterator[Callable[[str, int], Callable[[int], object]]]:
                 from tqdm import tqdm
 
                 bar = tqdm(total=total, desc=what, leave=False)
-        return bar.update if bar is not None else lambda done: None
+                return bar.update  # type: ignore[no-any-return]
+        began = said = time.monotonic()
+        done = 0
+
+        def advance(more: int) -> None:
+            nonlocal done, said
+            done += more
+            now = time.monotonic()
+            if now - said >= _LINES_S:
+                said = now
+                _say([f"{what}: {done:,} of {_AT_MOST * (what == 'search')}{total:,}, {now - began:.0f} s"])
+
+        return advance
 
     try:
         yield start

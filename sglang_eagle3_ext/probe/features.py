@@ -10,13 +10,14 @@ width. The boundary axis of states has n + 2 places: boundaries 0..n, then ``fin
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.spec import TargetFacts
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,48 @@ def encode(prompts: Sequence[Prompt], target: str | Path) -> list[list[int]]:
     return encoded
 
 
-_HEADER = 1 << 20
-"""Bytes kept free for the header of a feature file, which is only known in the end."""
+STATES_AT = 1 << 20
+"""Where the states begin in a feature file: its header is only known in the end."""
 
 BATCH_BYTES = 512 << 20
 """States of a batch of answers that are held in memory before they go to the file."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Engine(Protocol):
+    """Whatever lets a target write greedily and keeps all of its states, in place of transformers."""
+
+    def __call__(
+        self,
+        target: Path,
+        prompts: Sequence[Sequence[int]],
+        new: int,
+        file: Path,
+        at: int,
+        *,
+        dtype: torch.dtype,
+        flags: Sequence[str],
+        say: Callable[[str], object],
+        progress: Callable[[int], object],
+    ) -> list[list[int]]:
+        """Answer prompts, in any order and whatever ends an answer.
+
+        Args:
+            target: folder of the target.
+            prompts: token ids of each prompt.
+            new: tokens to write to each.
+            file: a file that is large enough for the states.
+            at: byte in it at which the states [R, n + 2, M] begin: a row for each token of each prompt and its
+                answer, one prompt after the other. The rows of last tokens are not written.
+            dtype: of the states.
+            flags: further command-line flags.
+            say: takes a remark.
+            progress: is called with the number of prompts that were answered since the last call.
+
+        Returns:
+            For each prompt the tokens of its answer.
+        """
 
 
 @dataclass(frozen=True)
@@ -257,16 +294,33 @@ class FeatureWriter:
 
     def __enter__(self) -> FeatureWriter:
         self._out = open(self._partial, "xb")  # noqa: SIM115
-        self._out.seek(_HEADER)
+        self._out.seek(STATES_AT)
         return self
 
+    def leave_room(self, rows: int, shape: Sequence[int], dtype: torch.dtype) -> Path:
+        """Make the file large enough for states [rows, *shape] that another process writes.
+
+        They begin at ``STATES_AT``; disk is taken when they are written.
+
+        Returns:
+            The place where the file lies until it is complete.
+        """
+        os.truncate(self._partial, STATES_AT + rows * math.prod(shape) * dtype.itemsize)
+        return self._partial
+
     def append(self, answer: Answer) -> None:
-        """Write one answer; all must have states of one shape and dtype."""
+        """Write one answer; all must have states of one shape and dtype.
+
+        States on the device ``meta`` stand in the file already, see :meth:`leave_room`.
+        """
         states = answer.states.contiguous()
         if self._tokens and (self._shape, self._dtype) != (tuple(states.shape[1:]), states.dtype):
             raise ValueError(f"answer: got states {list(states.shape[1:])}; expected {list(self._shape)} as before.")
         self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
-        self._out.write(states.view(torch.uint8).numpy().data)
+        if states.is_meta:
+            self._out.seek(states.nbytes, os.SEEK_CUR)
+        else:
+            self._out.write(states.view(torch.uint8).numpy().data)
         self._tokens.append(answer.tokens)
         self._lists["starts"].append(self._lists["starts"][-1] + len(answer.tokens))
         self._lists["prompt_lengths"].append(answer.prompt_length)
@@ -285,7 +339,7 @@ class FeatureWriter:
     def _finish(self) -> None:
         rows = self._lists["starts"][-1]
         name = next(name for name, dtype in _DTYPES.items() if dtype == self._dtype)
-        at = self._out.tell() - _HEADER
+        at = self._out.tell() - STATES_AT
         header: dict[str, Any] = {
             "__metadata__": {**self._metadata, "groups": json.dumps(self._groups)},
             "states": {"dtype": name, "shape": [rows, *self._shape], "data_offsets": [0, at]},
@@ -298,7 +352,7 @@ class FeatureWriter:
         text = json.dumps(header).encode()
         # The format allows a header to be padded with spaces.
         self._out.seek(0)
-        self._out.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
+        self._out.write((STATES_AT - 8).to_bytes(8, "little") + text.ljust(STATES_AT - 8))
         self._out.flush()
 
 
@@ -334,10 +388,75 @@ def capture(
         progress(len(some) * max_new_tokens)
 
 
+def capture_elsewhere(
+    engine: Engine,
+    target: TargetFacts,
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[str | None],
+    writer: FeatureWriter,
+    *,
+    max_new_tokens: int,
+    steps: int,
+    dtype: torch.dtype,
+    flags: Sequence[str],
+    say: Callable[[str], object],
+    progress: Callable[[int], object],
+) -> None:
+    """Do what ``capture`` does by another engine, which writes the states itself.
+
+    Args:
+        engine: the engine.
+        target: the target; its path is a folder.
+        prompts: token ids of each prompt.
+        groups: the group of each prompt.
+        writer: receives the answers.
+        max_new_tokens: length of an answer that does not end by itself.
+        steps: tokens to write past the end of each answer.
+        dtype: of the states.
+        flags: further flags for the engine.
+        say: takes remarks.
+        progress: is called with the number of prompts that are done.
+
+    Raises:
+        CheckpointError: the engine left states out.
+    """
+    new = max_new_tokens + steps
+    shape = (target.num_layers + 2, target.hidden_size)
+    file = writer.leave_room(sum(len(prompt) + new for prompt in prompts), shape, dtype)
+    written = engine(
+        Path(target.path), prompts, new, file, STATES_AT, dtype=dtype, flags=flags, say=say, progress=progress
+    )
+    eos = _read_eos(target.path)
+    # One place of each row is looked at, in the file as it lies on the disk: rows that were not written are zeros.
+    size = file.stat().st_size - STATES_AT
+    mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[STATES_AT:]
+    states = mapped.view(dtype).view(size // (math.prod(shape) * dtype.itemsize), *shape)
+    row = 0
+    for prompt, answer, group in zip(prompts, written, groups, strict=True):
+        tokens = torch.tensor([*prompt, *answer])
+        absent = int((states[row : row + len(tokens) - 1, -1] == 0).all(-1).sum())
+        if absent:
+            raise CheckpointError(
+                f"{target.path}: got no state for {absent} of {len(tokens)} tokens; expected all. Leave out flags that "
+                "keep tokens from being computed."
+            )
+        row += len(tokens)
+        ends = torch.isin(tokens[len(prompt) : len(prompt) + max_new_tokens], eos).nonzero()[:, 0].tolist()
+        completion = ends[0] + 1 if ends else max_new_tokens
+        writer.append(
+            Answer(tokens, torch.empty(len(tokens), *shape, dtype=dtype, device="meta"), len(prompt), completion, group)
+        )
+
+
 def row_bytes(model: Any) -> int:
-    """Count the bytes of all states of one token."""
+    """Count the bytes of all states of one token of a model of transformers."""
     config = model.config.get_text_config()
-    return int((config.num_hidden_layers + 2) * config.hidden_size * model.dtype.itemsize)
+    return state_bytes(config.num_hidden_layers, config.hidden_size, model.dtype)
+
+
+def state_bytes(num_layers: int, width: int, dtype: torch.dtype) -> int:
+    """Count the bytes of all states of one token."""
+    return (num_layers + 2) * width * dtype.itemsize
 
 
 def batches(order: Sequence[int], prompts: Sequence[Sequence[int]], model: Any, new: int) -> Iterator[Sequence[int]]:
@@ -358,7 +477,7 @@ def batches(order: Sequence[int], prompts: Sequence[Sequence[int]], model: Any, 
 def _answer(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, steps: int) -> list[Answer]:
     """Answer one batch."""
     layers = model.config.get_text_config().num_hidden_layers
-    eos = _eos(model)
+    eos = _eos(model.generation_config)
     longest = max(map(len, prompts))
     pads = [longest - len(prompt) for prompt in prompts]
     new = max_new_tokens + steps
@@ -408,9 +527,19 @@ def _answer(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, s
     return answers
 
 
-def _eos(model: Any) -> Tensor:
+def _read_eos(target: str | Path) -> Tensor:
+    """Read the tokens that end an answer from a folder, as transformers finds them when it loads the model."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return _eos(GenerationConfig.from_pretrained(target))
+    except OSError:
+        return _eos(AutoConfig.from_pretrained(target).get_text_config())
+
+
+def _eos(config: Any) -> Tensor:
     """List the tokens that end an answer."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = getattr(config, "eos_token_id", None)
     return torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), dtype=torch.int64)
 
 

@@ -53,6 +53,8 @@ def as_json(result: Probe) -> dict[str, Any]:
         "stock_differences": list(result.spec.stock.differences),
         "gain": None if result.gain is None else {"accept_length": result.gain[0], "ci95": list(result.gain[1:])},
         "first_choice": {"best": result.agreement[0], "states_of_another_text": result.agreement[1]},
+        "alike": [sources(places, n) for places in result.alike],
+        "undecided": {key: list(values) for key, values in result.undecided.items()},
         "curves": None if result.curves is None else [list(curve) for curve in result.curves],
         "verdict": result.verdict,
         "advice": result.advice,
@@ -79,6 +81,16 @@ def as_text(result: Probe) -> Iterator[str]:
     if result.gain is not None:
         difference, low, high = result.gain
         yield f"best - declared on prompts the search has not seen: {difference:+.3f} ({low:+.3f} .. {high:+.3f})"
+    longest = max(len(answer.tokens) for answer in result.answers)
+    for block, places in enumerate(result.alike):
+        if places and result.verdict != "none_explains":
+            spelled = " or ".join(sources(places, n))
+            yield f"fc block {block}: the draft proposes as well from {spelled}, as far as these texts tell"
+    for key, values in result.undecided.items():
+        if result.verdict == "none_explains":
+            break
+        spelled = " or ".join(spell_switches(((key, value),)) for value in values)
+        yield f"{len(result.answers)} texts of up to {longest} tokens do not tell whether it is {spelled} instead"
     yield ""
     yield f"{result.verdict}: {result.advice}"
 

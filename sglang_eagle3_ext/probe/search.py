@@ -20,7 +20,7 @@ from torch import Tensor
 from sglang_eagle3_ext import reference
 from sglang_eagle3_ext.formats import read_draft, read_tensors
 from sglang_eagle3_ext.probe.features import Answer
-from sglang_eagle3_ext.reference import ReferenceDraft
+from sglang_eagle3_ext.reference import Chains, ReferenceDraft
 from sglang_eagle3_ext.spec import DraftSpec
 
 Places = tuple[int, ...]
@@ -104,7 +104,7 @@ class Candidates:
             "vocab_map": (spec.vocab.map, () if spec.vocab.map == "none" else ("offset", "absolute")),
         }
         for key, (now, options) in values.items():
-            for value in options:
+            for value in dict.fromkeys(options):
                 turned = turn(switches, key, value)
                 if value != now and self.errors(turned) <= self.errors(switches):
                     yield turned
@@ -178,13 +178,16 @@ not win by being surer."""
 _SURE = 3.0
 """Standard errors beyond which a difference is no accident."""
 
+_TELLS = 2.0
+"""Standard errors within which two candidates are not told apart, when the search is over."""
+
 STAGES = (4, 24, 96)
 """Answers of the stages of the search, as long as they are at most half of all."""
 
 _KEPT = (8, 3, 1)
 """Candidates of a race that leave each stage."""
 
-_RESTARTS = 2
+_RESTARTS = 1
 """Random starts."""
 
 _SWEEPS = 4
@@ -236,13 +239,10 @@ class Scorer:
         """Count the drafts of a chain of three that are accepted, on the mean over the rows of each answer."""
         draft = self._candidates.draft(switches)
         self.scored += len(self.answers)
-        counts = []
-        for answer in self.answers:
-            chains = draft.propose_chains(
-                self._candidates.hidden(answer, places, switches), answer.tokens, 3, answer.rows
-            )
-            written = F.pad(answer.tokens, (0, 3), value=-1).unfold(0, 3, 1)[answer.rows + 2]
-            counts.append((chains == written).long().cumprod(1).sum(1).double().mean())
+        counts = [
+            accepted(draft, self._candidates.hidden(answer, places, switches), answer, 3).double().mean()
+            for answer in self.answers
+        ]
         return torch.stack(counts)
 
     @torch.inference_mode()
@@ -292,10 +292,39 @@ class Scorer:
         return torch.stack(means).nan_to_num(-_SURPRISE)
 
 
+def accepted(draft: ReferenceDraft, hidden: Tensor, answer: Answer, steps: int) -> Tensor:
+    """Count, row by row of an answer, the drafts of a chain that are accepted; only chains that go on are run on.
+
+    Args:
+        draft: the draft.
+        hidden: [T - 1, E], its hidden input.
+        answer: what the target wrote.
+        steps: drafts of a chain.
+
+    Returns:
+        [number of rows].
+    """
+    written = F.pad(answer.tokens, (0, steps), value=-1).unfold(0, steps, 1)[answer.rows + 2]
+    step, cache = draft.feature_pass(hidden, answer.tokens)
+    step = step[answer.rows]
+    proposed = draft.to_target(step.best())
+    counts = (proposed == written[:, 0]).long()
+    on = counts.nonzero()[:, 0]
+    if steps == 1 or not len(on):
+        return counts
+    chains, step, proposed, alive = Chains(draft, cache, answer.rows[on]), step[on], proposed[on], counts[on].bool()
+    for k in range(1, steps):
+        step = chains.advance(proposed, step.state)
+        proposed = draft.to_target(step.best())
+        alive = alive & (proposed == written[on, k])
+        counts[on] += alive
+    return counts
+
+
 class Search:
     """Find the assembly and the switches with the best score.
 
-    Coordinate ascent on the fewest answers, from the best starts, from the first start and from random ones (blocks
+    Coordinate ascent on the fewest answers, from the best start, from the first start and from a random one (blocks
     may then share a place, so that one can move to where another still is). Then sweeps over every place of every
     block and every exchange of two blocks, in which the best go on to more answers, until nothing improves; then each
     switch, and the sweeps again if one was turned.
@@ -319,6 +348,10 @@ class Search:
         self._blocks = max(1, candidates.spec.num_sources)
         self._switches = candidates.settled
         self._done = 0
+        self.undecided: tuple[tuple[str, Any], ...] = ()
+        """Keys of ``eagle3_ext`` and values that these answers do not tell from what ``run`` returned."""
+        self.alike: tuple[Places, ...] = ()
+        """For each block the places that these answers do not tell from the one that ``run`` returned."""
 
     def run(self, starts: Sequence[Places], *, thetas: Sequence[float] = (), seed: int = 0) -> tuple[Places, Switches]:
         """Search.
@@ -332,9 +365,9 @@ class Search:
             The assembly and the switches that were turned.
         """
         rng = random.Random(seed)
-        ranked = sorted(starts, key=self._first)[::-1]
+        best = max(starts, key=self._first)
         lots = [tuple(rng.randrange(self._count) for _ in range(self._blocks)) for _ in range(_RESTARTS)]
-        climbed = [self._climb(start) for start in dict.fromkeys([*ranked[:2], *starts[:1], *lots])]
+        climbed = [self._climb(start) for start in dict.fromkeys([best, *starts[:1], *lots])]
         places = self._sweep(_distinct(max(climbed, key=self._first), self._count))
         for _ in range(3):
             before = self._switches
@@ -346,7 +379,18 @@ class Search:
         # Only whole chains feel it. What the later drafts are worth is counted, since no score of theirs is comparable
         # between a state that is normed and one that is not.
         turned = self._candidates.recurrent(self._switches)
-        self._turn_if_it_helps(turned, lambda scorer, switches: scorer.accepted(places, switches))
+        whole = partial(_accepted, places=places)
+        self._turn_if_it_helps(turned, whole)
+        others = list(self._candidates.alternatives(self._switches, (*ROPE_THETAS, *thetas)))
+        self.undecided = tuple(
+            _difference(other, self._switches)
+            for other, judge in [
+                *((other, partial(_score, places=places)) for other in others),
+                (self._candidates.recurrent(self._switches), whole),
+            ]
+            if not self._is_worse(other, judge)
+        )
+        self.alike = tuple(self._alike(places, block) for block in range(self._blocks))
         return places, self._switches
 
     def _first(self, places: Places) -> float:
@@ -417,15 +461,56 @@ class Search:
         if beyond_chance(gain):
             self._switches = turned
 
+    def _alike(self, places: Places, block: int) -> Places:
+        """List the places that a block may have as well."""
+        left = {p: (*places[:block], p, *places[block + 1 :]) for p in range(self._count) if p not in places}
+        for stage, keep in enumerate((*_KEPT[:-1], self._count)):
+            if stage == len(self._stages):
+                break
+            best = self._scores(stage, places)
+            loss = {p: best - self._scores(stage, moved) for p, moved in left.items()}
+            nearest = sorted(left, key=lambda p: loss[p].mean().item())[:keep]
+            sure = _TELLS if stage == len(self._stages) - 1 else _SURE
+            left = {p: left[p] for p in nearest if not beyond_chance(loss[p], sure)}
+        return tuple(sorted(left))
+
+    def _is_worse(self, turned: Switches, judge: Callable[[Scorer, Switches], Tensor]) -> bool:
+        """Say whether answers tell that a switch must not be turned."""
+        for scorer in self._stages[1:] or self._stages:
+            loss = judge(scorer, self._switches) - judge(scorer, turned)
+            self._report()
+            if beyond_chance(loss):
+                return True
+        return beyond_chance(loss, _TELLS)
+
+
+def _difference(turned: Switches, switches: Switches) -> tuple[str, Any]:
+    """Name the one switch that was turned."""
+    (changed,) = set(turned) - set(switches)
+    return changed
+
 
 def _score(scorer: Scorer, switches: Switches, places: Places) -> Tensor:
     return scorer.per_answer(places, switches)
 
 
-def beyond_chance(gain: Tensor) -> bool:
-    """Say whether a mean gain over answers is more than an accident."""
-    error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else math.inf
-    return float(gain.mean()) > _SURE * error
+def _accepted(scorer: Scorer, switches: Switches, places: Places) -> Tensor:
+    return scorer.accepted(places, switches)
+
+
+def beyond_chance(gain: Tensor, sure: float = _SURE) -> bool:
+    """Say whether a mean gain over answers is more than an accident.
+
+    With few answers the error itself is not known well, so that more errors are asked for: as many as Student's
+    distribution exceeds as seldom as the normal one exceeds ``sure``, by Wallace's approximation (Annals of
+    Mathematical Statistics 30, 1959).
+    """
+    free = len(gain) - 1
+    if free < 1:
+        return False
+    error = float(gain.std()) / math.sqrt(len(gain))
+    deviate = sure * (8 * free + 3) / (8 * free + 1)
+    return float(gain.mean()) > math.sqrt(free * math.expm1(deviate**2 / free)) * error
 
 
 def _stride(count: int) -> int:
@@ -450,10 +535,10 @@ def search_bound(num_layers: int, blocks: int, sizes: Sequence[int]) -> int:
     stride = _stride(count)
     scan = math.ceil(count / stride) + 3 + 3 * math.ceil(math.log2(stride) + 1)
     exchanges = blocks * (blocks - 1) // 2
-    climbs = (3 + _RESTARTS) * _SWEEPS * (blocks * scan + exchanges) * sizes[0]
+    climbs = (2 + _RESTARTS) * _SWEEPS * (blocks * scan + exchanges) * sizes[0]
     entering = (count, *_KEPT)
     race = sum(size * number for size, number in zip(sizes, entering, strict=False))
-    return climbs + 4 * _SWEEPS * (blocks + 1) * race + 40 * sizes[-1]
+    return climbs + (4 * _SWEEPS * (blocks + 1) + blocks) * race + 60 * sizes[-1]
 
 
 def _exchanges(places: Places) -> list[Places]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ from sglang_eagle3_ext.probe.search import (
     Scorer,
     Search,
     Switches,
+    accepted,
     beyond_chance,
     search_bound,
     sizes,
     turn,
 )
-from sglang_eagle3_ext.reference import ChainResult, simulate_chain
+from sglang_eagle3_ext.reference import ChainResult
 from sglang_eagle3_ext.spec import Boundary, DraftSpec, TargetFacts
 
 _RESAMPLES = 2000
@@ -67,7 +68,7 @@ def measure(
     steps: int,
     progress: Callable[[int], object] = lambda answers: None,
 ) -> Outcome:
-    """Replay how a server would have served every answer with chains of ``steps`` drafts.
+    """Replay how a server would have served every answer with chains of ``steps`` drafts, as ``simulate_chain`` does.
 
     Args:
         candidates: the drafts.
@@ -84,17 +85,14 @@ def measure(
     results = []
     with torch.inference_mode():
         for answer in answers:
-            features = answer.states[:-1, list(places)].flatten(1).float()
-            results.append(
-                simulate_chain(
-                    draft,
-                    answer.tokens,
-                    features,
-                    answer.prompt_length,
-                    steps,
-                    completion_tokens=answer.completion_tokens,
-                )
-            )
+            hidden = candidates.hidden(answer, places, switches)
+            counts = accepted(draft, hidden, answer, steps).tolist()
+            # A verify step emits what was accepted and one token more; the one before the first comes from prefill.
+            histogram, emitted = [0] * (steps + 1), 1
+            while emitted < answer.completion_tokens:
+                histogram[counts[emitted - 1]] += 1
+                emitted += counts[emitted - 1] + 1
+            results.append(ChainResult(tuple(histogram), answer.completion_tokens))
             progress(1)
     return Outcome(places, switches, tuple(results))
 
@@ -163,6 +161,8 @@ class Probe:
         verdict: the verdict.
         advice: one sentence.
         undeclared: why there is no ``declared``, or no ``stock``.
+        alike: for each fc block the places that this text does not tell from that of ``best``.
+        undecided: keys of ``eagle3_ext`` with the values that this text does not tell from those of ``best``.
     """
 
     spec: DraftSpec
@@ -178,6 +178,8 @@ class Probe:
     verdict: Verdict
     advice: str
     undeclared: Mapping[str, str]
+    undecided: Mapping[str, tuple[Any, ...]]
+    alike: tuple[Places, ...]
 
     @property
     def groups(self) -> list[str | None]:
@@ -248,9 +250,11 @@ def probe(
     counts = sizes(len(seen))
     stages = [Scorer(candidates, seen[:size]) for size in counts]
     advance = progress("search", search_bound(n, blocks, counts))
-    places, switches = Search(candidates, stages, advance).run(
-        list(dict.fromkeys(starts)), thetas=_target_thetas(target), seed=seed
-    )
+    search = Search(candidates, stages, advance)
+    places, switches = search.run(list(dict.fromkeys(starts)), thetas=_target_thetas(target), seed=seed)
+    undecided: dict[str, tuple[Any, ...]] = {}
+    for key, value in search.undecided:
+        undecided[key] = (*undecided.get(key, ()), value)
 
     best_is_declared = declared is not None and places == declared and not switches
     wanted: dict[str, tuple[Places, Switches]] = {"best": (places, switches)}
@@ -287,7 +291,7 @@ def probe(
         curves = _curves(Scorer(candidates, seen[:_CURVE]), places, switches, advance)
     result = Probe(
         spec, facts, features.answers, steps, measured.get("declared"), measured.get("stock"), best, gain, shares,
-        curves, verdict, "", undeclared,
+        curves, verdict, "", undeclared, undecided, search.alike,
     )  # fmt: skip
     return replace(result, advice=_advise(result, plan.origins.get("boundaries", "default"), str(draft)))
 

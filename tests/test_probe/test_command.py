@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,36 @@ from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
 from sglang_eagle3_ext.host import watch
 from sglang_eagle3_ext.probe import command
-from sglang_eagle3_ext.probe.features import FeatureWriter
+from sglang_eagle3_ext.probe.features import Engine, Features, FeatureWriter
+from sglang_eagle3_ext.reference import capture_hf
 
 WRONG = {"eagle3_ext": {"sources": ["layer1", "layer4", "layer7"]}}
 
 
-def run(*argv: object) -> int:
+def no_engine(*_: object, **__: object) -> list[list[int]]:
+    raise AssertionError("SGLang was asked to write")
+
+
+def run(*argv: object, engine: Engine = no_engine) -> int:
     """Run the command as the command line does, with ``configure`` beside it."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
-    command.add_command(commands)
+    command.add_command(commands, engine)
     resave.add_command(commands)
     args = parser.parse_args(list(map(str, argv)))
     code: int = args.command(args)
     return code
+
+
+def write_target_of_8_layers(folder: Path) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +104,7 @@ def test_writes_through_configure(tmp_path: Path, pair: tuple[Path, Path, Path])
 
 
 def test_runs_a_target_and_keeps_its_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    write_target_of_8_layers(tmp_path / "target")
     draft = write_draft(tmp_path / "draft")
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[i, i + 1] for i in range(8)]))
@@ -99,11 +112,99 @@ def test_runs_a_target_and_keeps_its_states(tmp_path: Path, capsys: pytest.Captu
     assert run(*argv, "--save-features", tmp_path / "kept", "--write") == 1
     first = capsys.readouterr()
     assert "none_explains: No assembly explains this draft" in first.out
-    assert "8 prompts, up to 88 tokens to write" in first.err
+    assert "8 prompts, up to 104 tokens with their answers" in first.err
     assert "nothing was written" in first.err
     assert not (draft / "config.json.bak").exists()
     assert run("probe", draft, "--target", tmp_path / "target", "--features", tmp_path / "kept") == 1
     assert capsys.readouterr().out == first.out
+
+
+def test_what_another_engine_writes_is_what_transformers_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine in this test is ``generate`` and ``capture_hf``, which share nothing with ``capture``."""
+    model = write_target_of_8_layers(tmp_path / "target")
+    given: dict[str, Any] = {}
+
+    def engine(
+        target: Path, prompts: Sequence[Sequence[int]], new: int, file: Path, at: int, **options: Any
+    ) -> list[list[int]]:
+        given.update(options, target=target)
+        options["say"]("the engine is up")
+        answers, row = [], 0
+        rows = sum(len(p) + new for p in prompts)
+        states = torch.from_file(str(file), shared=True, size=at + rows * 10 * 32 * 4, dtype=torch.uint8)[at:]
+        states = states.view(torch.float32).view(rows, 10, 32)
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            tokens = model.generate(ids, do_sample=False, max_new_tokens=new, eos_token_id=[], pad_token_id=0)[0]
+            here = capture_hf(model, tokens, [*range(9), "final_norm"]).unflatten(1, (10, -1))
+            states[row : row + len(tokens) - 1 - left_out] = here[: len(tokens) - 1 - left_out]
+            answers.append(tokens[len(prompt) :].tolist())
+            row += len(tokens)
+            options["progress"](1)
+        return answers
+
+    left_out = 0
+    draft = write_draft(tmp_path / "draft")
+    # From short to long, so that both write them in the same order.
+    (tmp_path / "p.json").write_text(json.dumps({"a": [[5], [7, 8], [1, 9, 4]], "b": [[6], [9, 3], [5, 5, 5]]}))
+    argv = ("probe", draft, "--target", tmp_path / "target", "--prompts", tmp_path / "p.json", "--max-new-tokens", 8)
+    assert run(*argv, "--save-features", tmp_path / "one") == 1
+    first = capsys.readouterr()
+    code = run(*argv, "--save-features", tmp_path / "two", "--sglang", "--tp-size", "2", engine=engine)
+    second = capsys.readouterr()
+    assert (code, second.out) == (1, first.out)
+    assert "the engine is up" in second.err
+    assert given["flags"] == ["--tp-size", "2"]
+    assert given["dtype"] == torch.float32
+    by_prompt = {tuple(a.tokens[: a.prompt_length].tolist()): a for a in Features.open(tmp_path / "one").answers}
+    for answer in Features.open(tmp_path / "two").answers:
+        same = by_prompt.pop(tuple(answer.tokens[: answer.prompt_length].tolist()))
+        known = len(same.tokens)
+        assert answer.tokens[:known].tolist() == same.tokens.tolist()
+        assert (answer.completion_tokens, answer.group) == (same.completion_tokens, same.group)
+        torch.testing.assert_close(answer.states[: known - 1], same.states[:-1], rtol=1e-4, atol=1e-4)
+    assert by_prompt == {}
+
+    left_out = 1
+    with pytest.raises(CheckpointError, match="got no state for 1 of 12 tokens; expected all"):
+        run(*argv, "--save-features", tmp_path / "three", "--sglang", engine=engine)
+    assert not (tmp_path / "three").exists()
+    assert list(tmp_path.glob(".three*")) == []
+
+
+def test_a_draft_that_may_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, pair: tuple[Path, Path, Path]
+) -> None:
+    _, target, _ = pair
+    draft = write_draft(tmp_path / "draft")
+    draft.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointError, match="draft: is read-only"):
+            run("probe", draft, "--target", target, "--write")
+    finally:
+        draft.chmod(0o755)
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense"])
+def test_a_device_that_computes_nothing_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(CheckpointError, match=f"--device: got {device}, which PyTorch cannot compute on"):
+        run("probe", tmp_path, "--target", tmp_path, "--device", device)
+
+
+def test_progress_is_said_where_there_is_no_terminal(
+    pair: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_LINES_S", 0.0)
+    draft, target, file = pair
+    run("probe", draft, "--target", target, "--features", file)
+    lines = capsys.readouterr().err.splitlines()
+    done = [int(line.split()[1].replace(",", "")) for line in lines if line.startswith("search: ")]
+    assert len(done) > 5
+    assert done == sorted(done)
+    assert any(re.fullmatch(r"measure: \d+ of \d+, \d+ s", line) for line in lines)
+    assert re.fullmatch(r"search: [\d,]+ of at most [\d,]+, \d+ s", lines[0])
 
 
 def test_refuses_all_that_is_wrong_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.probe.features import Features
+from sglang_eagle3_ext.probe.report import as_text
+from sglang_eagle3_ext.probe.search import beyond_chance
 from sglang_eagle3_ext.probe.verdict import Probe, probe, sources
 
 LAYERS = 8
@@ -89,6 +92,7 @@ def test_finds_the_switch(tmp_path: Path, target: Path, key: str, truth: Any, ch
     answers = 96 if key == "recurrent_state" else 48
     result = probe(folder, target, features(load(folder, target, **{key: truth}), (2, 4, 5), answers=answers))
     assert dict(result.best.switches) == {key: truth}
+    assert key not in result.undecided
     assert result.best.places == (2, 4, 5)
     assert result.verdict == "other_found"
     assert f"--set {key}={truth:g}" in result.advice if key == "rope_theta" else f"--set {key}={truth}" in result.advice
@@ -113,6 +117,36 @@ def test_a_weak_draft_is_told_from_a_wrong_assembly(tmp_path: Path, target: Path
     result = probe(folder, target, features(load(folder, target), (0, 4, 7), agree=0.25, answers=40))
     assert result.verdict == "declared_right"
     assert "the draft is weak on this text" in result.advice
+
+
+STUDENT = {3: 9.22, 4: 6.62, 5: 5.51, 8: 4.28, 10: 3.96, 20: 3.42, 50: 3.16}
+"""Errors that hold 99.73 % between them, by degrees of freedom: JCGM 100:2008, table G.2."""
+
+
+@pytest.mark.parametrize(("free", "errors"), STUDENT.items())
+def test_few_answers_must_differ_by_more_of_their_errors(free: int, errors: float) -> None:
+    g = torch.Generator().manual_seed(free)
+    noise = torch.randn(free + 1, generator=g, dtype=torch.float64)
+    noise = (noise - noise.mean()) / noise.std() * math.sqrt(free + 1)  # the error of its mean is 1
+    assert not beyond_chance(noise + 0.98 * errors)
+    assert beyond_chance(noise + 1.08 * errors)
+    assert not beyond_chance(torch.tensor([5.0]))
+
+
+def test_says_what_the_texts_do_not_tell(tmp_path: Path, target: Path) -> None:
+    """Without a key that heeds its position, no base of the rotary embedding can be told from another."""
+    sources_told = {"eagle3_ext": {"sources": ["embed", "layer3", "layer6"]}}
+    folder = write_draft(tmp_path / "draft", config_changes={"rope_theta": 10000.0, **sources_told})
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if "q_proj" in name:
+            tensors[name] = torch.zeros_like(tensors[name])
+    save_file(tensors, file)
+    result = probe(folder, target, features(load(folder, target), (0, 4, 7), answers=32))
+    assert result.verdict == "declared_right"
+    assert result.undecided["rope_theta"] == (500_000.0, 1_000_000.0)
+    assert any("do not tell whether it is rope_theta=500000 or rope_theta=1e+06" in line for line in as_text(result))
 
 
 def test_ids_are_tried_in_every_convention(tmp_path: Path, target: Path) -> None:

@@ -44,8 +44,12 @@ PAIRS = (
     Pair("qwen3", 6, (6, 2)),
     Pair("qwen3", 6, (7, 0, 3), 40, True),
 )
-MISREAD = (Pair("gemma2", 4, (1, 4)), Pair("gemma3", 6, (5, 0, 2, 3, 1)))
-"""Pairs that the probe is known to read wrong: it finds (0, 4) and (5, 7, 3, 1, 2)."""
+MISREAD = (Pair("gemma3", 6, (5, 0, 2, 3, 1)),)
+"""Pairs that the probe is known to read wrong: it finds (5, 7, 3, 1, 2)."""
+
+ALIKE = (Pair("gemma2", 4, (1, 4)),)
+"""Pairs whose drafts do not tell two boundaries apart: with boundary 0 in the place of 1 the score on 240 answers is
+0.003 nats lower, with an error of 0.006."""
 
 
 def write_texts(family: str, layers: int, folder: Path, seed: int = 0) -> tuple[Path, Features, Features]:
@@ -119,6 +123,16 @@ def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
     assert result.best.places == pair.places
     assert result.best.switches == ((("vocab_map", "absolute"),) if pair.absolute else ())
     assert result.verdict == "other_found"
+
+
+@pytest.mark.parametrize("pair", ALIKE, ids=lambda p: p.family)
+def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair) -> None:
+    draft, target, features = write_pair(pair, tmp_path)
+    result = probe(draft, target, features)
+    assert result.verdict == "other_found"
+    for place, best, alike in zip(pair.places, result.best.places, result.alike, strict=True):
+        assert place in (best, *alike)
+    assert sum(map(len, result.alike)) <= 2  # of eight other places
 
 
 def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path) -> None:

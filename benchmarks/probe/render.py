@@ -1,0 +1,101 @@
+"""Write the measured parts of docs/probe.md from benchmarks/results/probe.json: python -m benchmarks.probe.render."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.render import ROOT, markdown_table, replace_region
+
+PAGE = ROOT / "docs" / "probe.md"
+RESULT = ROOT / "benchmarks" / "results" / "probe.json"
+NOT_YET = "Not measured yet.\n"
+DATA = "Data: [probe.json](../benchmarks/results/probe.json)."
+
+
+def default(part: dict[str, Any] | None) -> str:
+    """Say what the command finds at its default size, and what it takes."""
+    if part is None:
+        return NOT_YET
+    result, machine = part["result"], part["machine"]
+    rows = []
+    for name in ("declared", "stock", "best"):
+        row = result[name]
+        if row is None:
+            rows.append([name, "not run", "", "", ""])
+            continue
+        low, high = row["ci95"]
+        rows.append(
+            [
+                name,
+                f"[{', '.join(row['sources'])}]",
+                f"{row['accept_length']:.3f}",
+                f"{low:.3f} .. {high:.3f}",
+                " / ".join(f"{share:.3f}" for share in row["accept_per_position"]),
+            ]
+        )
+    header = ["", "sources", "accept length", "95 % interval", "accepted at each position"]
+    what = "" if part["text_included"] else "for the search and the measuring, on states that were kept, "
+    note = (
+        f"Verdict: `{result['verdict']}`. {result['prompts']} prompts, {result['completion_tokens']:,} answer tokens, "
+        f"{result['best']['verify_steps']:,} verify steps; {what}{part['cpu_s']:.0f} s of CPU time on one thread, "
+        f"{part['wall_s']:.0f} s by the clock ({machine['cpu']}, load {machine['load_before']:.1f} before the start), "
+        f"{part['max_rss_mb'] / 1024:.1f} GB of memory. {DATA}"
+    )
+    return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
+
+
+def told(part: dict[str, Any] | None) -> str:
+    """Say what is found in copies that say different things of themselves."""
+    if part is None:
+        return NOT_YET
+    rows = []
+    for row in part["rows"]:
+        found = "nothing"
+        if row["verdict"] != "none_explains":
+            found = f"[{', '.join(row['sources'])}]"
+            found += "".join(f", `{key}={value}`" for key, value in row["switches"].items())
+        declared = "cannot be run" if row["declared"] is None else f"{row['declared']:.2f}"
+        rows.append([row["says"], f"`{row['verdict']}`", found, declared, f"{row['best']:.2f}"])
+    header = ["the copy says", "verdict", "found", "accept length as declared", "of what was found"]
+    note = f"{part['prompts']} prompts, half of which the search sees. {DATA}"
+    return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
+
+
+def served(part: dict[str, Any] | None) -> str:
+    """Compare what the probe predicts with what servers counted."""
+    if part is None:
+        return NOT_YET
+    rows = []
+    for name, row in part.items():
+        predicted, got = row["predicted"], row["served"]
+        fired = got["watch_rested_on"]
+        rows.append(
+            [
+                name,
+                f"{predicted['accept_length']:.3f}",
+                f"{got['accept_length']:.3f}",
+                f"{100 * row['error']:+.2f} %",
+                f"{got['verify_steps']:,}",
+                f"{100 * got['same_text']:.0f} %",
+                "no" if fired is None else f"on {fired:,} steps",
+            ]
+        )
+    header = ["served as", "predicted", "served", "error", "verify steps", "same text", "the watch warned"]
+    some = next(iter(part.values()))
+    note = (
+        f"{some['prompts']} built-in prompts, up to {some['max_new_tokens']} tokens each, float32, chains of "
+        f"three, 16 requests at once, one server for each row. {DATA}"
+    )
+    return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
+
+
+def render(page: str, result: dict[str, Any]) -> str:
+    """Return docs/probe.md with its measured parts replaced."""
+    for name, write in (("default", default), ("told", told), ("served", served)):
+        page = replace_region(page, name, write(result.get(name)))
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(), json.loads(RESULT.read_text()) if RESULT.is_file() else {}))
