@@ -1,7 +1,7 @@
-"""Run the capture tests on every target class and write docs/targets.md: python -m benchmarks.targets [--render]
+"""Run the tests of captured states and write docs/targets.md: python -m benchmarks.targets [--only PART ...] [--render]
 
-The tests leave what they found in ``benchmarks/results/targets.json``; the page is written from that file and from the
-table of stock's readings. ``--render`` writes the page alone.
+The tests leave what they found in ``benchmarks/results/targets.json``, each in a part of its own; the page is written
+from that file and from the table of stock's readings. ``--only`` runs some of the parts, ``--render`` none.
 """
 
 from __future__ import annotations
@@ -11,15 +11,29 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_eagle3_ext.spec import STOCK_READINGS, StockReading
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "targets.md"
 RESULTS = ROOT / "benchmarks" / "results" / "targets.json"
-TESTS = ROOT / "tests" / "test_host" / "capture_targets.py"
+
+
+class Part(NamedTuple):
+    """A part of the results: the tests it comes from, and the variable that names the file they leave it in."""
+
+    tests: Path
+    variable: str
+
+
+PARTS = {
+    "classes": Part(ROOT / "tests" / "test_host" / "capture_targets.py", "CAPTURE_RESULTS"),
+    "load": Part(ROOT / "tests" / "test_host" / "features_under_load.py", "LOAD_RESULTS"),
+    "kimi": Part(ROOT / "tests" / "test_e2e" / "test_kimi.py", "KIMI_RESULTS"),
+}
 
 INTRODUCTION = """# Targets
 
@@ -54,12 +68,42 @@ NOTES = """
   `rl_on_policy_target`.
 - **Intern-S1-Pro** (`InternS1ProForConditionalGeneration`): SGLang 0.5.23 cannot build the class; nothing was tested.
 - **MindSpore** (`--model-impl mindspore`): not PyTorch modules; refused.
-- **Pipeline parallelism** and **two-batch overlap**: refused in the launcher; stages and micro-batches never meet.
+- **Pipeline parallelism**, **two-batch overlap** and **multiplexed prefill** are refused in the launcher: stages,
+  micro-batches and split prefills hand no states to the draft. **Attention data parallelism** and **context
+  parallelism** are refused there, too, because nothing has shown yet that they do.
 - A class without an EAGLE-3 setter of its own is served when it is built on SGLang's layer boundaries and takes
   captured states from its stack; otherwise it is refused when the target loads.
 - States whose rows are not those of the batch (expert parallelism that leaves each rank a slice) stop the server with
   an error.
 """
+
+LOAD = """
+## Under load
+
+A scheduler of SGLang's, on the CPU platform, with a Kimi-K2.5 in miniature ({layers} layers, latent attention, experts,
+random weights, float32) and a draft trained on `{sources}`: {requests} requests, trees of {draft_tokens} tokens,
+prompts in chunks of {chunk} tokens, {cached} prompt tokens out of the radix cache, up to {widest} lengths side by side,
+{retractions} retraction(s), {aborted} requests aborted. Every row that the draft was fed ({rows} of them) is the row
+that transformers computes for that position of that text alone (largest difference {states:.1e} in units of the
+largest value), and so is every row of the draft's own cache ({cache_rows} of them, {keys:.1e}). The same test sees
+rows that are moved within a batch, behind a cached prefix, or in verification. One at a time, {alone[answers]} answers
+took {alone[verify_steps]} verify steps: an accept length of {alone[accept_length]}, {alone[predicted]} by the
+reference.
+"""
+
+KIMI = """
+## Kimi-K2.5 in miniature, served
+
+The wrapper's files with the structure of the public configuration in tiny sizes ({layers} layers, the first one dense,
+yarn, a vision tower), loaded by SGLang's server on the CPU platform in float32. The drafts were trained by the test on
+the target's own greedy text, on `{sources}`, which arrive as boundaries {boundaries}. Tokens are those of transformers'
+greedy text without speculation; the accept length is what the reference predicts on that text.
+
+| draft | speculation | answers | verify steps | accept length | predicted |
+|---|---|---|---|---|---|
+"""
+
+KINDS = {"latent": "latent attention (MLA)", "grouped": "Llama-type"}
 
 BROKEN = "InternS1ProForConditionalGeneration"
 
@@ -93,24 +137,48 @@ def row(name: str, found: dict[str, Any], reading: StockReading, every: int) -> 
 
 
 def page(results: dict[str, Any]) -> str:
-    """Write docs/targets.md from what the tests found."""
+    """Write docs/targets.md from what the tests found; a part that was never run is left out."""
     classes = results["classes"]
     every = max(len(found["serves"]) for found in classes.values())
     layers = max(found["layers"] for found in classes.values())
     rows = [row(name, found, STOCK_READINGS[name.split()[0]], every) for name, found in sorted(classes.items())]
-    return INTRODUCTION.format(layers=layers, **results["versions"]) + "".join(rows) + NOTES
+    text = INTRODUCTION.format(layers=layers, **results["versions"]) + "".join(rows) + NOTES
+    load, kimi = results.get("load"), results.get("kimi")
+    if load is not None:
+        text += LOAD.format(**load)
+    if kimi is not None:
+        text += KIMI.format(**{**kimi, "sources": ", ".join(kimi["sources"])})
+        for name, found in kimi["served"].items():
+            kind, shape = name.split()
+            cells = (KINDS[kind], shape, *(found[k] for k in ("answers", "verify_steps", "accept_length", "predicted")))
+            text += "| " + " | ".join(map(str, cells)) + " |\n"
+    return text
+
+
+def run(name: str) -> int:
+    """Run the tests of one part and take over what they found; return their exit code."""
+    part = PARTS[name]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3_EXT", "SGLANG_"))}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "pytest", "-q", str(part.tests)]
+        code = subprocess.run(command, cwd=ROOT, env=environment | {part.variable: str(file)}, check=False).returncode
+        if not code:
+            found = json.loads(file.read_text())
+            results = read_results() if RESULTS.exists() else {}
+            RESULTS.write_text(json.dumps(results | (found if name == "classes" else {name: found}), indent=1) + "\n")
+    return code
 
 
 def main() -> int:
     """Run the tests unless told otherwise, and write the page."""
-    parser = argparse.ArgumentParser(description="Test capture on every target class; write docs/targets.md.")
+    parser = argparse.ArgumentParser(description="Test what drafts are fed; write docs/targets.md.")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run again")
     parser.add_argument("--render", action="store_true", help="write the page from the committed results alone")
-    if not parser.parse_args().render:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3_EXT", "SGLANG_"))}
-        command = [sys.executable, "-m", "pytest", "-q", str(TESTS)]
-        done = subprocess.run(command, cwd=ROOT, env=environment | {"CAPTURE_RESULTS": str(RESULTS)}, check=False)
-        if done.returncode:
-            return done.returncode
+    arguments = parser.parse_args()
+    for name in [] if arguments.render else arguments.only:
+        if code := run(name):
+            return code
     PAGE.write_text(page(read_results()))
     return 0
 

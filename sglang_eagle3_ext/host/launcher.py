@@ -128,6 +128,22 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "other, and nothing has shown yet that captured states keep to the rows of their own requests. Use tensor "
             "parallelism, or EAGLE3_EXT=off for stock's capture.",
         )
+    if (args.attn_cp_size > 1 or args.enable_prefill_cp) and spec.num_sources:
+        got = f"--attn-cp-size {args.attn_cp_size}" if args.attn_cp_size > 1 else "--enable-prefill-cp"
+        yield Finding(
+            "error",
+            "context_parallel",
+            f"{got}: got it with an EAGLE-3 draft; expected no context parallelism, because ranks then hold parts of "
+            "one prompt's rows, and nothing has shown yet that captured states come together in the order of the "
+            "prompt. Use tensor parallelism, or EAGLE3_EXT=off for stock's capture.",
+        )
+    if args.enable_pdmux and spec.num_sources:
+        yield Finding(
+            "error",
+            "prefill_multiplexing",
+            "--enable-pdmux: got it with an EAGLE-3 draft; expected it to be off, because a prefill that is split "
+            "between layers hands no hidden states to the draft. Drop the flag.",
+        )
     method = args.speculative_draft_model_quantization
     # What SGLang took over from --quantization is settled where the draft's config is read.
     is_own = method is not None and args._speculative_draft_quantization_explicitly_set
