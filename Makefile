@@ -47,8 +47,10 @@ test: $(TEST_READY) target
 soak: $(TEST_READY) target
 	$(PY) -m pytest -m soak
 
+# Interpreter, bytes moved, compile gates. Leaves .demo/kernels.json. TRITON=/path/to/an/unpacked/wheel takes that Triton.
 kernels: $(TEST_READY)
-	$(PY) -m pytest -n auto --maxprocesses 2 -m "not soak" tests/test_kernels
+	$(if $(TRITON),PYTHONPATH=$(abspath $(TRITON))) $(PY) -m pytest -n auto --maxprocesses 2 -m "not soak" \
+		--kernels-json .demo/kernels.json tests/test_kernels
 
 # On a CUDA machine, PYTHON=/path/to/python with torch, triton and tqdm is enough. Leaves benchmarks/results/gpu-*.json.
 gpu:
@@ -71,4 +73,5 @@ typecheck: $(TEST_READY)
 docs: $(DEMO_READY) target
 	$(PY) -m benchmarks.render
 	$(PY) -m benchmarks.targets --render
-	$(PY) -m benchmarks.kernel_resources --render
+	$(PY) -m benchmarks.kernel_tables
+	$(PY) -m benchmarks.probe.render

@@ -1,4 +1,4 @@
-"""Time ``tree_verify_gqa`` against SGLang's kernels and PyTorch's attention over keys gathered beforehand.
+"""Time ``tree_verify_gqa`` against the kernels of ``attention_peers`` and PyTorch's attention over dense keys.
 
 python -m benchmarks.bench_tree_verify_gqa [--shape NAME ...] [--provider NAME ...] [--out FILE.json]
 python -m benchmarks.bench_tree_verify_gqa --smoke
@@ -6,7 +6,6 @@ python -m benchmarks.bench_tree_verify_gqa --smoke
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
@@ -21,6 +20,7 @@ from sglang_eagle3_ext.kernels.arch import arch_of, chunk_target, tree_verify_gq
 from sglang_eagle3_ext.kernels.split_merge import pack_mask, plan_splits
 from sglang_eagle3_ext.kernels.tree_verify_gqa import tree_verify_gqa
 
+from benchmarks.attention_peers import Verify, peers_of
 from benchmarks.bench_tree_verify_mla import draw_tree
 from benchmarks.kernel_bench import Prepared, main
 
@@ -49,6 +49,12 @@ SHAPES = {
 SMOKE = Shape(4, 2, 32, 70, 2, 5)
 
 
+def flops(shape: Shape) -> int:
+    """Count the operations of both matrix products."""
+    rows = shape.batch * shape.num_draft * shape.heads
+    return 4 * rows * (shape.context + shape.num_draft) * shape.width
+
+
 def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
     """Draw the inputs of a shape and list who computes it."""
     heads, kv_heads, width, context, batch, n, chain = shape
@@ -58,7 +64,7 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=g, device=device, dtype=torch.float32).to(dtype)
 
-    q, out, own_out = draw(rows, heads, width), *(torch.empty_like(draw(rows, heads, width)) for _ in range(2))
+    q, own_out = draw(rows, heads, width), torch.empty(rows, heads, width, dtype=dtype, device=device)
     k_draft, v_draft = draw(rows, kv_heads, width), draw(rows, kv_heads, width)
     k_pool, v_pool = (draw(batch * context + 1, kv_heads, width) for _ in range(2))
     slots = torch.randperm(batch * context, generator=g, device=device) + 1  # slot 0 is SGLang's padding
@@ -102,27 +108,7 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
         "ours": ours,
         "ours, plan and mask included": ours_with_the_step,
     }
-    if device.type == "cuda" and importlib.util.find_spec("sglang"):
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-        from sglang.kernels.ops.attention.verify_splitkv import verify_splitkv_fwd
-
-        starts = torch.arange(0, rows + 1, n, dtype=torch.int32, device=device)
-        ends = torch.arange(0, batch + 1, device=device) * n * (context + n)
-        tensors = (q, k_draft, v_draft, out, k_pool, v_pool, starts, kv_indptr, slots)
-        mask = sees.flatten()
-
-        def extend() -> torch.Tensor:
-            extend_attention_fwd(*tensors, mask, True, ends, n, 1.0, 1.0, scale)
-            return out
-
-        def verify_splitkv() -> torch.Tensor:
-            if not verify_splitkv_fwd(*tensors, None, True, None, n, 1.0, 1.0, scale):
-                raise RuntimeError("verify_splitkv_fwd: got False; expected a result. It does not cover this shape.")
-            return out
-
-        providers["sglang_extend"] = extend
-        if chain:
-            providers["sglang_verify_splitkv"] = verify_splitkv
+    verify = Verify(q, k_draft, v_draft, k_pool, v_pool, kv_indptr, slots, trees, scale, chain)
     truth = torch.empty(rows, heads, width, dtype=torch.float64, device=device)
     for b in range(batch):
         mine = slice(b * n, (b + 1) * n)
@@ -132,7 +118,7 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
             weight = scores.masked_fill(~sees[b][:, None], float("-inf")).softmax(-1)
             truth[mine, h * group : (h + 1) * group] = weight @ dense_v[b, :, h].double()
     nbytes = 2 * (batch * context + rows) * kv_heads * width * dtype.itemsize + q.nbytes + own_out.nbytes
-    return Prepared(providers, truth, nbytes)
+    return Prepared(providers, truth, nbytes, peers_of("tree_verify_gqa", verify))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time ``tree_verify_mla`` against SGLang's extend kernel and PyTorch's attention over latents gathered beforehand.
+"""Time ``tree_verify_mla`` against the kernels of ``attention_peers`` and PyTorch's attention over dense latents.
 
 python -m benchmarks.bench_tree_verify_mla [--shape NAME ...] [--provider NAME ...] [--out FILE.json]
 python -m benchmarks.bench_tree_verify_mla --smoke
@@ -6,7 +6,6 @@ python -m benchmarks.bench_tree_verify_mla --smoke
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
@@ -21,6 +20,7 @@ from sglang_eagle3_ext.kernels.arch import arch_of, chunk_target, tree_verify_ml
 from sglang_eagle3_ext.kernels.split_merge import pack_mask, plan_splits
 from sglang_eagle3_ext.kernels.tree_verify_mla import tree_verify_mla
 
+from benchmarks.attention_peers import Verify, peers_of
 from benchmarks.kernel_bench import Prepared, main
 
 
@@ -77,7 +77,7 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
     tiles = -(-n * heads // tree_verify_mla_launch(n * heads, arch=arch_of(device), itemsize=q.element_size()).block_m)
     target = chunk_target(tiles, arch=arch_of(device))
     bits, plan = pack_mask(trees.flatten(), kv_indptr, n), plan_splits(kv_indptr, target=target)
-    out, own_out = (torch.empty(rows, heads, latent, dtype=dtype, device=device) for _ in range(2))
+    own_out = torch.empty(rows, heads, latent, dtype=dtype, device=device)
     slots_32 = slots.int()
 
     def ours() -> torch.Tensor:
@@ -106,26 +106,10 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
         "ours": ours,
         "ours, plan and mask included": ours_with_the_step,
     }
-    if device.type == "cuda" and importlib.util.find_spec("sglang"):
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-        from sglang.kernels.ops.attention.verify_mla import verify_shared_kv_fwd
-
-        starts = torch.arange(0, rows + 1, n, dtype=torch.int32, device=device)
-        ends = torch.arange(0, batch + 1, device=device) * n * (context + n)
-        tensors = (q, draft[:, None], draft[:, None, :latent].contiguous(), out, pool[:, None], pool[:, None, :latent])
-
-        def extend() -> torch.Tensor:
-            extend_attention_fwd(*tensors, starts, kv_indptr, slots, sees.flatten(), True, ends, n, 1.0, 1.0, scale)
-            return out
-
-        def verify_shared() -> torch.Tensor:
-            if not verify_shared_kv_fwd(*tensors, starts, kv_indptr, slots, None, True, None, n, 1.0, 1.0, scale):
-                raise RuntimeError("verify_shared_kv_fwd: got False; expected a result. It does not cover this shape.")
-            return out
-
-        providers["sglang_extend"] = extend
-        if chain:
-            providers["sglang_verify_shared"] = verify_shared
+    latents, pools = draft[:, None], pool[:, None]
+    verify = Verify(
+        q, latents, latents[..., :latent], pools, pools[..., :latent], kv_indptr, slots, trees, scale, chain
+    )
     truth = torch.empty(rows, heads, latent, dtype=torch.float64, device=device)
     for b in range(batch):
         keys = k[b, 0].double()
@@ -134,7 +118,7 @@ def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Prepared:
         weight = scores.masked_fill(~sees[b, 0][:, None], float("-inf")).softmax(-1)
         truth[mine] = torch.einsum("qhs,sc->qhc", weight, keys[:, :latent])
     nbytes = (batch * context + rows) * width * pool.element_size() + q.nbytes + own_out.nbytes
-    return Prepared(providers, truth, nbytes)
+    return Prepared(providers, truth, nbytes, peers_of("tree_verify_mla", verify))
 
 
 if __name__ == "__main__":

@@ -3,23 +3,28 @@
     python -m benchmarks.gpu [--minutes 5.5] [--out FOLDER]
 
 For every shape, one operator after the other in turn: each provider's result against float64; ours captured in a CUDA
-graph and replayed over poisoned output, and repeated to catch races, both to the bit; then the times of all. What a
-missing peer or the end of the time leaves out is named in the result, as is what failed. Leaves
+graph and replayed over poisoned output, and repeated to catch races, both to the bit; then the times of all, and of the
+kernels in ``attention_peers``. Those of FlashInfer compile themselves in a process beside and join once they are ready.
+What a missing peer or the end of the time leaves out is named in the result, as is what failed. Leaves
 ``gpu-<device>-<date>.json`` and prints the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import importlib
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,28 +32,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.kernel_bench import ROOT, Prepared, machine, measure, print_table, times_us
-from sglang_eagle3_ext import __version__
+from benchmarks.kernel_bench import (
+    ROOT,
+    Prepared,
+    Row,
+    machine,
+    measure,
+    measure_peer,
+    print_table,
+    provenance,
+    skipped,
+    times_us,
+)
 
-OPERATORS: dict[str, tuple[str, ...]] = {
-    "tree_verify_mla": ("sglang_extend", "sglang_verify_shared"),
-    "tree_verify_gqa": (
-        "sglang_extend",
-        "sglang_verify_splitkv",
-        "flashinfer_prefill",
-        "flashinfer_xqa",
-        "fa3_cascade",
-    ),
-    "fc_proj": (),
-    "norm_concat": (),
-}
-"""What to run, with the peers that not every machine or shape has: a missing one is named in the result.
-
-Each has a module ``bench_<name>`` with ``SHAPES`` and ``prepare``, and ``flops`` where not the bytes alone may bind."""
+OPERATORS = ("tree_verify_mla", "tree_verify_gqa", "fc_proj", "norm_concat")
+"""What to run: each has a module ``bench_<name>`` with ``SHAPES`` and ``prepare``, and ``flops`` where not the bytes
+alone may bind."""
 
 REPETITIONS = 200
-
-Row = dict[str, Any]
 
 
 def benchmarks_of(operators: Collection[str]) -> dict[str, ModuleType]:
@@ -76,12 +77,6 @@ def destination(folder: Path, device: str, day: datetime.date) -> Path:
     stem = f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}-{day.isoformat()}"
     names = itertools.chain([f"{stem}.json"], (f"{stem}-{i}.json" for i in itertools.count(2)))
     return next(folder / name for name in names if not (folder / name).exists())
-
-
-def skipped(op: str, shape: str, provider: str, reason: str) -> Row:
-    """Make the row of something that was not measured."""
-    empty = ("dtype", "p20_us", "p50_us", "p80_us", "gbps", "of_copy", "max_err", "budget", "of_roofline")
-    return {"op": op, "shape": shape, "provider": provider, "skipped": reason} | dict.fromkeys(empty)
 
 
 def of_roofline(row: Row, nbytes: int, flops: int, copy_gbps: float, matmul_tflops: float) -> float | None:
@@ -124,7 +119,12 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def run_shape(
-    op: str, name: str, prepared: Prepared, peers: Sequence[str], flops: int, about: Mapping[str, Any]
+    op: str,
+    name: str,
+    prepared: Prepared,
+    flops: int,
+    about: Mapping[str, Any],
+    missing: Callable[[str], str | None] = lambda module: None,
 ) -> tuple[list[Row], list[str]]:
     """Check and time everyone who computes a shape.
 
@@ -132,41 +132,68 @@ def run_shape(
         op: the operator.
         name: the shape.
         prepared: of the operator's benchmark.
-        peers: providers that may be missing.
         flops: operations of the shape's matrix products.
         about: the machine, with its ``copy_gbps`` and ``matmul_tflops``; without the first there are no times.
+        missing: says of what a peer compiles why it is not ready, if it is not.
 
     Returns:
-        A row per provider, and what went wrong. One provider that breaks costs only its own row: the machine may not
-        be at hand again.
+        A row per provider and peer, and what went wrong with ours and PyTorch's. One that breaks costs only its own
+        row: the machine may not be at hand again.
     """
     rows: list[Row] = []
     problems: list[str] = []
+    copy = about["copy_gbps"]
     for provider, call in prepared.providers.items():
         try:
-            [row] = measure(op, name, prepared, [provider], about["copy_gbps"])
-            if about["copy_gbps"] is not None:
-                row["of_roofline"] = of_roofline(
-                    row, prepared.nbytes, flops, about["copy_gbps"], about["matmul_tflops"]
-                )
-                if provider.startswith("ours"):
-                    row["differences_in_a_graph"] = differences_in_a_graph(call)
-                    row["differences_in_repetitions"] = differences_in_repetitions(call, REPETITIONS)
-                    problems += [
-                        f"{op}, {name}, {provider}: got {row[check]} {check.replace('_', ' ')}; expected none."
-                        for check in ("differences_in_a_graph", "differences_in_repetitions")
-                        if row[check]
-                    ]
+            row = measure(op, name, prepared, provider, copy)
+            if copy is not None and provider.startswith("ours"):
+                row["differences_in_a_graph"] = differences_in_a_graph(call)
+                row["differences_in_repetitions"] = differences_in_repetitions(call, REPETITIONS)
+                problems += [
+                    f"{op}, {name}, {provider}: got {row[check]} {check.replace('_', ' ')}; expected none."
+                    for check in ("differences_in_a_graph", "differences_in_repetitions")
+                    if row[check]
+                ]
         except Exception as problem:
             problems.append(f"{op}, {name}, {provider}: {type(problem).__name__}: {str(problem)[-400:]}")
             row = skipped(op, name, provider, type(problem).__name__)
         rows.append(row)
-    rows += [
-        skipped(op, name, peer, "not installed here, not for this shape, or not written yet")
-        for peer in peers
-        if peer not in prepared.providers
-    ]
+    for peer, how in prepared.peers.items():
+        if how.module is not None and (reason := missing(how.module)):
+            rows.append(skipped(op, name, peer, reason))
+        else:
+            rows.append(measure_peer(op, name, prepared, peer, copy))
+    if copy is not None:
+        for row in rows:
+            row["of_roofline"] = of_roofline(row, prepared.nbytes, flops, copy, about["matmul_tflops"])
     return rows, problems
+
+
+def compile_peers(folder: Path, device: torch.device) -> None:
+    """Have every peer that compiles itself do so for a small shape like each, and leave a file per module.
+
+    The file is empty, or says what failed. Runs in a process beside the measurements, as it takes minutes of the host
+    and next to nothing of the device.
+    """
+    bench = importlib.import_module("benchmarks.bench_tree_verify_gqa")
+    for shape in bench.SHAPES.values():
+        prepared = bench.prepare(shape._replace(context=64, batch=1), device, torch.bfloat16)
+        for peer in prepared.peers.values():
+            if peer.module is None or (folder / peer.module).exists():
+                continue
+            try:
+                peer.prepare()()
+                torch.cuda.synchronize()
+                outcome = ""
+            except Exception as problem:
+                outcome = f"{type(problem).__name__}: {str(problem)[-300:]}"
+            (folder / f"{peer.module}.new").write_text(outcome)
+            (folder / f"{peer.module}.new").rename(folder / peer.module)  # whoever finds it finds all of it
+
+
+def why_missing(folder: Path, module: str) -> str | None:
+    """Read what ``compile_peers`` left about a module."""
+    return (folder / module).read_text() or None if (folder / module).exists() else f"{module}: still being compiled"
 
 
 def main() -> None:
@@ -174,11 +201,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.5, help="no shape is begun after this (5.5)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON")
+    parser.add_argument("--compile-peers", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "gpu: got no CUDA device; expected one. Run this on a machine that has one.\n")
     end = time.monotonic() + 60 * args.minutes
     device = torch.device("cuda")
+    if args.compile_peers is not None:
+        compile_peers(args.compile_peers, device)
+        return
+    folder = Path(tempfile.mkdtemp())
+    compiler = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--compile-peers", str(folder)], cwd=ROOT)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(compiler.terminate)
     benches = benchmarks_of(OPERATORS)
     about = machine(device) | {"matmul_tflops": round(matmul_tflops(device), 1)}
     rows: list[Row] = []
@@ -195,21 +230,19 @@ def main() -> None:
             problems.append(f"{op}, {name}: {type(problem).__name__}: {str(problem)[-400:]}")
             rows.append(skipped(op, name, "all", type(problem).__name__))
             continue
-        of_shape, wrong = run_shape(op, name, prepared, OPERATORS[op], flops, about)
+        of_shape, wrong = run_shape(op, name, prepared, flops, about, partial(why_missing, folder))
         rows += of_shape
         problems += wrong
         del prepared
         torch.cuda.empty_cache()
     print_table(rows)
-    sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    result = {"schema": 1, "git_sha": sha.stdout.strip() or None, "version": __version__}
-    result |= {"date": datetime.date.today().isoformat(), "machine": about, "rows": rows, "problems": problems}
+    result = {"schema": 1} | provenance() | {"machine": about, "rows": rows, "problems": problems}
     args.out.mkdir(parents=True, exist_ok=True)
     path = destination(args.out, about["gpu"], datetime.date.today())
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
-    for problem in problems:
-        print(problem, file=sys.stderr)
+    for line in problems:
+        print(line, file=sys.stderr)
     sys.exit(1 if problems else 0)
 
 

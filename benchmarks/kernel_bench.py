@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,23 @@ ROOT = Path(__file__).parents[1]
 COLUMNS = ("op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "gbps", "of_copy", "max_err", "budget")
 
 
+Call = Callable[[], torch.Tensor]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Someone else's kernel on the same computation.
+
+    Attributes:
+        prepare: gives the call, or raises where there is none.
+        module: what the kernel compiles at its first call, if it does, which takes minutes.
+    """
+
+    prepare: Callable[[], Call]
+    module: str | None = None
+
+
 @dataclass(frozen=True)
 class Prepared:
     """One computation, ready to run.
@@ -34,11 +53,13 @@ class Prepared:
         providers: name -> a call that returns the result; ``torch`` is the plain one whose error sets the budget.
         truth: the result in float64.
         nbytes: what must move at least between memory and the device.
+        peers: name -> kernels of others, which not every machine or shape has.
     """
 
-    providers: Mapping[str, Callable[[], torch.Tensor]]
+    providers: Mapping[str, Call]
     truth: torch.Tensor
     nbytes: int
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
 
 Prepare = Callable[[Any, torch.device, torch.dtype], Prepared]
@@ -72,45 +93,84 @@ def copy_gbps(device: torch.device) -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe where and with what the times were taken."""
+    """Describe where the times were taken, without its name."""
     on_gpu = device.type == "cuda"
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
-        "cpu": platform.machine(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
         "copy_gbps": round(copy_gbps(device), 1) if on_gpu else None,
     }
 
 
+def provenance() -> dict[str, Any]:
+    """Say what was measured, when, and with which versions of everything that has a part in it."""
+    sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    versions: dict[str, str | None] = {"triton": triton.__version__, "torch": torch.__version__}
+    versions |= {"cuda": torch.version.cuda, "python": platform.python_version()}
+    for distribution in ("numpy", "sglang", "sglang-kernel", "flashinfer-python"):
+        try:
+            versions[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            versions[distribution] = None
+    return {
+        "git_sha": sha.stdout.strip() or None,
+        "version": __version__,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+    }
+
+
+def skipped(op: str, shape: str, provider: str, reason: str) -> Row:
+    """Make the row of something that was not measured."""
+    empty = ("dtype", "p20_us", "p50_us", "p80_us", "gbps", "of_copy", "max_err", "budget", "of_roofline")
+    return {"op": op, "shape": shape, "provider": provider, "skipped": reason} | dict.fromkeys(empty)
+
+
 def measure(
-    op: str, name: str, prepared: Prepared, providers: Sequence[str], copy: float | None
-) -> list[dict[str, Any]]:
-    """Check every provider against the truth, then time it where there is a GPU.
+    op: str, name: str, prepared: Prepared, provider: str, copy: float | None, *, call: Call | None = None
+) -> Row:
+    """Check a provider against the truth, then time it where there is a GPU.
+
+    Args:
+        op: name of the kernel.
+        name: of the shape.
+        prepared: the computation.
+        provider: who computes it.
+        copy: what copying reaches in GB/s, where there is a GPU.
+        call: of a peer; that of ``prepared.providers`` otherwise.
 
     Raises:
-        RuntimeError: a provider's error exceeds the budget.
+        RuntimeError: the provider's error exceeds the budget.
     """
-    budget, rows = budget_of(prepared), []
-    for provider in providers:
-        call = prepared.providers[provider]
-        y = call()
-        error = float((y.double() - prepared.truth).abs().max())
-        if not error <= budget:
-            raise RuntimeError(f"{op}, {name}, {provider}: got an error of {error:.3e}; expected at most {budget:.3e}.")
-        row = {"op": op, "shape": name, "dtype": str(y.dtype).removeprefix("torch."), "provider": provider}
-        row |= {"p20_us": None, "p50_us": None, "p80_us": None, "gbps": None, "of_copy": None}
-        if copy is not None:
-            p20, p50, p80 = times_us(call)
-            gbps = prepared.nbytes / p50 / 1e3
-            row |= {"p20_us": round(p20, 2), "p50_us": round(p50, 2), "p80_us": round(p80, 2)}
-            row |= {"gbps": round(gbps, 1), "of_copy": round(gbps / copy, 3)}
-        rows.append(row | {"max_err": error, "budget": budget})
-    return rows
+    budget, call = budget_of(prepared), call or prepared.providers[provider]
+    y = call()
+    error = float((y.double() - prepared.truth).abs().max())
+    if not error <= budget:
+        raise RuntimeError(f"{op}, {name}, {provider}: got an error of {error:.3e}; expected at most {budget:.3e}.")
+    row: Row = {"op": op, "shape": name, "dtype": str(y.dtype).removeprefix("torch."), "provider": provider}
+    row |= {"p20_us": None, "p50_us": None, "p80_us": None, "gbps": None, "of_copy": None}
+    if copy is not None:
+        p20, p50, p80 = times_us(call)
+        gbps = prepared.nbytes / p50 / 1e3
+        row |= {"p20_us": round(p20, 2), "p50_us": round(p50, 2), "p80_us": round(p80, 2)}
+        row |= {"gbps": round(gbps, 1), "of_copy": round(gbps / copy, 3)}
+    return row | {"max_err": error, "budget": budget}
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
+def measure_peer(op: str, name: str, prepared: Prepared, peer: str, copy: float | None) -> Row:
+    """Measure someone else's kernel; where that fails, whatever the reason, the row says it and nothing else fails."""
+    if copy is None:
+        return skipped(op, name, peer, "no CUDA device")
+    try:
+        return measure(op, name, prepared, peer, copy, call=prepared.peers[peer].prepare())
+    except Exception as problem:
+        return skipped(op, name, peer, f"{type(problem).__name__}: {str(problem)[-300:]}")
+
+
+def print_table(rows: Sequence[Row]) -> None:
     """Print one aligned line per row."""
     cells = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -143,17 +203,17 @@ def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepa
     device = torch.device("cpu" if args.smoke else "cuda")
     dtype = torch.float16 if args.smoke else torch.bfloat16
     todo = {"smoke": smoke} if args.smoke else {name: shapes[name] for name in args.shape}
-    about, rows = machine(device), []
+    about, rows = machine(device), list[Row]()
     for name, shape in tqdm(todo.items(), desc=op, disable=args.smoke):
         prepared = prepare(shape, device, dtype)
-        unknown = sorted(set(args.provider or ()) - set(prepared.providers))
-        if unknown:
-            parser.exit(1, f"--provider: got {', '.join(unknown)}; expected some of {', '.join(prepared.providers)}.\n")
-        rows += measure(op, name, prepared, args.provider or list(prepared.providers), about["copy_gbps"])
+        names = [*prepared.providers, *prepared.peers]
+        if unknown := sorted(set(args.provider or ()) - set(names)):
+            parser.exit(1, f"--provider: got {', '.join(unknown)}; expected some of {', '.join(names)}.\n")
+        for provider in args.provider or names:
+            by = measure_peer if provider in prepared.peers else measure
+            rows.append(by(op, name, prepared, provider, about["copy_gbps"]))
     print_table(rows)
     if args.out is not None:
-        sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        result = {"schema": 1, "git_sha": sha.stdout.strip() or None, "version": __version__}
-        result |= {"date": datetime.date.today().isoformat(), "machine": about, "rows": rows}
+        result = {"schema": 1} | provenance() | {"machine": about, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {args.out}")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_eagle3_ext.host import bench, contract
+from sglang_eagle3_ext.host import contract, report
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,7 +37,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 def figures(result: dict[str, Any]) -> str:
     """Write the README's table with what it was measured on."""
     machine, versions, settings = result["machine"], result["versions"], result["settings"]
-    lines = markdown_table(bench.HEADER, bench.cells(result))
+    lines = markdown_table(report.HEADER, report.cells(result))
     note = (
         f"`make demo` on {machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request "
         f"at a time: {settings['questions']} questions absent from the draft's training, half of them on topics "
@@ -58,9 +58,9 @@ def story(result: dict[str, Any]) -> str:
         "Data: [pair.json](../benchmarks/results/pair.json)."
     )
     tables = [
-        *markdown_table(bench.HEADER, bench.cells(result)),
+        *markdown_table(report.HEADER, report.cells(result)),
         "",
-        *markdown_table(bench.detail_header(result), bench.detail_cells(result)),
+        *markdown_table(report.detail_header(result), report.detail_cells(result)),
     ]
     return "\n".join([*tables, "", "![tok/s of every row](story.png)", "", note]) + "\n"
 
@@ -120,5 +120,5 @@ if __name__ == "__main__":
     STORY.write_text(render_story(STORY.read_text(), pair))
     if pair is not None:
         PICTURE.unlink(missing_ok=True)
-        bench.picture(pair, PICTURE)
+        report.picture(pair, PICTURE)
     COMPATIBILITY.write_text(render_compatibility(COMPATIBILITY.read_text()))

@@ -323,6 +323,25 @@ def chunk_bounds(KV_INDPTR, NUM_CHUNKS, FIRST_SLOT, i_b, i_slot, TILE: tl.conste
 
 
 @triton.jit
+def online_softmax_step(scores, keep, v, top, total, acc, HIDES: tl.constexpr):
+    """Add a tile of keys to the running maximum, sum and weighted values of each row; scores are in base 2.
+
+    Hidden keys score -1e30; maxima start there or above, finite: nowhere is infinity taken from infinity. HIDES: a row
+    whose maximum is -1e30 still may see none of a tile, and would weigh each hidden key with 2^0 until it sees one.
+    """
+    scores = tl.where(keep, scores, -1.0e30)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    fade = tl.exp2(top - new_top)
+    weight = tl.exp2(scores - new_top[:, None])
+    if HIDES:
+        weight = tl.where(keep, weight, 0.0)
+    total = total * fade + tl.sum(weight, 1)
+    # "ieee" concerns float32 alone, which would be rounded to tf32.
+    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
 def _merge_kernel(
     PARTIAL_OUT,
     PARTIAL_LSE,

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch, arch_of, tree_verify_gqa_launch
 from sglang_eagle3_ext.kernels.arguments import describe, devices_that_differ, store
-from sglang_eagle3_ext.kernels.split_merge import TILE, WORD, SplitPlan, chunk_bounds, merge
+from sglang_eagle3_ext.kernels.split_merge import TILE, WORD, SplitPlan, chunk_bounds, merge, online_softmax_step
 
 LOG2E = math.log2(math.e)
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -205,21 +205,6 @@ def _scores_log2(q, k, inner, outer, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _online_softmax_step(top, total, acc, scores, keep, v, HIDES: tl.constexpr):
-    """Add a tile of keys to the running maximum, sum and weighted values. HIDES: a row may see none of the tile."""
-    scores = tl.where(keep, scores, -1.0e30)
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    fade = tl.exp2(top - new_top)
-    weight = tl.exp2(scores - new_top[:, None])
-    if HIDES:
-        # A row that has seen nothing yet has -1e30 for its maximum too, and 2^0 for its weights.
-        weight = tl.where(keep, weight, 0.0)
-    total = total * fade + tl.sum(weight, 1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return new_top, total, acc
-
-
-@triton.jit
 def _tree_verify_gqa_kernel(
     Q,
     K_DRAFT,
@@ -295,7 +280,6 @@ def _tree_verify_gqa_kernel(
         p_q = Q + i_t[:, None] * stride_q_t + o_h.to(tl.int64)[:, None] * stride_q_h + o_d[None, :]
         b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)
 
-        # A finite start: nowhere is infinity taken from infinity.
         top = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -329,7 +313,7 @@ def _tree_verify_gqa_kernel(
                 keep = keep & (key[None, :] >= oldest[:, None])
             p_v = V_POOL + i_h * stride_v_h + slot[:, None] * stride_v_s + o_dv[None, :]
             b_v = tl.load(p_v, mask=m_key[:, None] & m_dv[None, :], other=0.0).to(b_q.dtype)
-            top, total, acc = _online_softmax_step(top, total, acc, scores, keep, b_v, HAS_WINDOW)
+            top, total, acc = online_softmax_step(scores, keep, b_v, top, total, acc, HIDES=HAS_WINDOW)
         acc *= v_scale
 
         if i_c == chunks - 1:
@@ -345,7 +329,7 @@ def _tree_verify_gqa_kernel(
                 keep = (((bits[:, None] >> o_bit.to(tl.int64)[None, :]) & 1) != 0) & m_draft[None, :]
                 p_v = V_DRAFT + i_draft[:, None] * stride_vd_t + i_h * stride_vd_h + o_dv[None, :]
                 b_v = tl.load(p_v, mask=m_draft[:, None] & m_dv[None, :], other=0.0)
-                top, total, acc = _online_softmax_step(top, total, acc, scores, keep, b_v, True)
+                top, total, acc = online_softmax_step(scores, keep, b_v, top, total, acc, HIDES=True)
 
         # Below the window a row may have seen nothing of a chunk.
         bar = tl.where(total > 0.0, total, 1.0)

@@ -38,7 +38,7 @@ from sglang_eagle3_ext.kernels.arguments import (
     devices_that_differ,
     rows_that_are_not_contiguous,
 )
-from sglang_eagle3_ext.kernels.split_merge import TILE, WORD, SplitPlan, chunk_bounds, merge
+from sglang_eagle3_ext.kernels.split_merge import TILE, WORD, SplitPlan, chunk_bounds, merge, online_softmax_step
 from sglang_eagle3_ext.kernels.tree_verify_gqa import KV_DTYPES, tree_verify_gqa_torch
 
 LOG2E = math.log2(math.e)
@@ -176,19 +176,12 @@ def _load_latents(p_rows, p_columns, m_row, C: tl.constexpr, R: tl.constexpr, DT
 
 
 @triton.jit
-def _attend_tile(q, q_pe, c, k_pe, keep, scale_log2, top, total, acc):
-    """Add a tile of latents to the running maximum, sum and weighted latents."""
+def _scores_log2(q, q_pe, c, k_pe, inner):
+    """Give the scores of a tile of latents, times log2(e): ``inner (q.c + q_pe.k_pe)``."""
     # The short product first: in the other order a Hopper block runs out of registers. "ieee" concerns float32 alone,
     # which would be rounded to tf32.
     scores = tl.dot(q_pe, k_pe, input_precision="ieee")
-    scores = tl.dot(q, tl.trans(c), scores, input_precision="ieee")
-    scores = tl.where(keep, scores * scale_log2, -1.0e30)
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    fade = tl.exp2(top - new_top)
-    weight = tl.exp2(scores - new_top[:, None])
-    total = total * fade + tl.sum(weight, 1)
-    acc = tl.dot(weight.to(q.dtype), c, acc * fade[:, None], input_precision="ieee")
-    return new_top, total, acc
+    return tl.dot(q, tl.trans(c), scores, input_precision="ieee") * inner
 
 
 @triton.jit
@@ -211,7 +204,7 @@ def _tree_verify_mla_kernel(
     stride_draft_t,
     stride_pool_s,
     num_draft,
-    scale_log2,
+    inner,
     kv_scale,
     HQ: tl.constexpr,
     C: tl.constexpr,
@@ -237,8 +230,7 @@ def _tree_verify_mla_kernel(
         p_q = Q + (i_t * stride_q_t + (o_row % HQ).to(tl.int64) * stride_q_h)[:, None]
         q = tl.load(p_q + o_c[None, :], mask=m_row[:, None], other=0.0)
         q_pe = tl.load(p_q + C + tl.arange(0, R)[None, :], mask=m_row[:, None], other=0.0)
-        # A finite start, above what hidden keys score: their weight is 0 even where a row has seen nothing yet, and
-        # nowhere is infinity taken from infinity.
+        # Above what hidden keys score: their weight is 0 even where a row has seen nothing yet.
         top = tl.full([BLOCK_M], -5.0e29, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, C], tl.float32)
@@ -251,7 +243,8 @@ def _tree_verify_mla_kernel(
             slot = tl.load(KV_SLOTS + start + key // PAGE, mask=m_key, other=0).to(tl.int64) * PAGE + key % PAGE
             p_latent = LATENT_POOL + slot * stride_pool_s
             c, k_pe = _load_latents(p_latent[:, None], p_latent[None, :], m_key, C, R, q.dtype)
-            top, total, acc = _attend_tile(q, q_pe, c, k_pe, m_key[None, :], scale_log2 * kv_scale, top, total, acc)
+            scores = _scores_log2(q, q_pe, c, k_pe, inner * kv_scale)
+            top, total, acc = online_softmax_step(scores, m_key[None, :], c, top, total, acc, HIDES=False)
         acc *= kv_scale
 
         if i_c == chunks - 1:
@@ -263,7 +256,8 @@ def _tree_verify_mla_kernel(
                 keep = (((bits[:, None] >> (o_draft % WORD).to(tl.int64)[None, :]) & 1) != 0) & m_draft[None, :]
                 p_latent = LATENT_DRAFT + (i_b * num_draft + o_draft).to(tl.int64) * stride_draft_t
                 c, k_pe = _load_latents(p_latent[:, None], p_latent[None, :], m_draft, C, R, q.dtype)
-                top, total, acc = _attend_tile(q, q_pe, c, k_pe, keep, scale_log2, top, total, acc)
+                scores = _scores_log2(q, q_pe, c, k_pe, inner)
+                top, total, acc = online_softmax_step(scores, keep, c, top, total, acc, HIDES=False)
 
         acc *= (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
         if chunks == 1:

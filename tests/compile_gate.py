@@ -108,6 +108,23 @@ class Compiled(Code):
         return sum(loop.spills for loop in self.loops)
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """Sum up what it needs, for the file of measured figures."""
+        return {
+            "kernel": self.kernel,
+            "arch": self.arch,
+            "registers": self.registers,
+            "spills": self.spills,
+            "loop_spills": self.loop_spills,
+            "shared_bytes": self.shared,
+            "tensor_memory": self.tensor_memory,
+            "matrix_unit": self.matrix_unit,
+            "async_copies": sum(loop.count("LDGSTS", "128") for loop in self.loops),
+            "warps": self.warps,
+            "stages": self.stages,
+        }
+
+    @property
     def fits(self) -> bool:
         """Whether a block of it can be launched: shared and tensor memory within the architecture's limits."""
         return self.shared <= SHARED_LIMIT[self.arch] and self.tensor_memory <= TENSOR_MEMORY_LIMIT

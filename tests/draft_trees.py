@@ -207,7 +207,78 @@ def oracle(batch: Batch) -> torch.Tensor:
     return out
 
 
+def forget_newest(batch: Batch) -> Batch:
+    """Take the newest committed token from every request that has one."""
+    lengths = tuple(max(0, length - 1) for length in batch.case.lengths)
+    return _with_slots(batch, [slots[:n] for slots, n in zip(batch.token_slots, lengths, strict=True)])
+
+
+def take_a_stranger(batch: Batch) -> Batch:
+    """Give every request one committed token more: a slot of nobody's, with plausible contents."""
+    return _with_slots(batch, [torch.cat([slots, slots.new_zeros(1)]) for slots in batch.token_slots])
+
+
+def replace_a_token(batch: Batch, at: Callable[[int], int]) -> Batch:
+    """Put the stranger in the place of one committed token of every request that has one; ``at`` says which."""
+    slots = [s.clone() for s in batch.token_slots]
+    for s in slots:
+        if len(s):
+            s[at(len(s))] = 0
+    return _with_slots(batch, slots)
+
+
+def _with_slots(batch: Batch, slots: list[torch.Tensor]) -> Batch:
+    """Give each request other committed tokens, in pages of one; slot 0 is nobody's and gets plausible contents."""
+    assert batch.case.page_size == 1
+    lengths = tuple(len(s) for s in slots)
+    pools = [pool.clone() for pool in (batch.k_pool, batch.v_pool)]
+    for pool, draft in zip(pools, (batch.k_draft, batch.v_draft), strict=True):
+        pool[0] = draft[0].to(pool.dtype)
+    return replace(
+        batch,
+        case=batch.case._replace(lengths=lengths),
+        k_pool=pools[0],
+        v_pool=pools[1],
+        kv_indptr=offsets(lengths),
+        kv_slots=torch.cat([*slots, slots[0].new_zeros(1)]),
+        token_slots=tuple(slots),
+    )
+
+
+def flip_every_bit(batch: Batch, bits: torch.Tensor) -> tuple[Batch, torch.Tensor, list[tuple[int, int]]]:
+    """Repeat the only request of a batch for every bit of its ancestors, each time with that bit wrong."""
+    n, length = batch.case.num_draft, batch.case.lengths[0]
+    flips = [(i, j) for i in range(n) for j in range(n)]
+    many = bits.repeat(len(flips), 1).view(len(flips), n, -1)
+    for request, (i, j) in enumerate(flips):
+        many[request, i, j // 64] ^= torch.tensor(1) << (j % 64)
+    lengths = (length,) * len(flips)
+    repeated = replace(
+        batch,
+        case=batch.case._replace(lengths=lengths),
+        q=batch.q.repeat(len(flips), 1, 1),
+        k_draft=batch.k_draft.repeat(len(flips), 1, 1),
+        v_draft=batch.v_draft.repeat(len(flips), 1, 1),
+        kv_indptr=offsets(lengths),
+        kv_slots=batch.token_slots[0].repeat(len(flips) + 1),
+        parents=batch.parents * len(flips),
+        token_slots=batch.token_slots * len(flips),
+    )
+    return repeated, many.flatten(0, 1), flips
+
+
+def excesses(actual: torch.Tensor, expected: torch.Tensor, requests: int) -> list[float]:
+    """Measure ``excess`` request by request."""
+    return [excess(a, e) for a, e in zip(actual.chunk(requests), expected.chunk(requests), strict=True)]
+
+
 def excess(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Divide the largest error by the largest that rounding the truth to the output's dtype makes."""
     rounding = (expected.to(actual.dtype).double() - expected).abs().max().item()
     return (actual.double() - expected).abs().max().item() / rounding
+
+
+def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Divide the largest difference by the step of the dtype at the largest value of each row."""
+    step = torch.finfo(theirs.dtype).eps * theirs.float().abs().amax(-1, keepdim=True)
+    return round(((ours.float() - theirs.float()).abs() / step).max().item(), 3)

@@ -49,7 +49,7 @@ def test_what_is_wrong_is_not_timed() -> None:
     providers = {"torch": lambda: torch.ones(4).half(), "wrong": lambda: torch.full((4,), 1.01).half()}
     prepared = kernel_bench.Prepared(providers, truth, 8)
     with pytest.raises(RuntimeError, match=r"op, shape, wrong: got an error of 9\.766e-03; expected at most 4\.88"):
-        kernel_bench.measure("op", "shape", prepared, ["torch", "wrong"], None)
+        kernel_bench.measure("op", "shape", prepared, "wrong", None)
 
 
 def test_twins_serve_on_the_cpu_unless_the_interpreter_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,10 @@ def compiled(arch: int) -> dict[str, list[Compiled]]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_loop_spills_and_every_block_fits(arch: int) -> None:
+def test_no_loop_spills_and_every_block_fits(arch: int, record: Callable[..., None]) -> None:
     kernels = [(name, kernel) for name, kernels in compiled(arch).items() for kernel in kernels]
+    for order, (name, kernel) in enumerate(kernels):
+        record("resources", gate="fc", order=order, call=name, **kernel.figures)
     assert {kernel.kernel for _, kernel in kernels} == {
         "_fc_proj_kernel",
         "_add_parts_kernel",

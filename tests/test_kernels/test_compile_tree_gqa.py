@@ -110,8 +110,10 @@ def attending(arch: int) -> dict[str, Compiled]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_block_fits(arch: int) -> None:
+def test_every_block_fits(arch: int, record: Callable[..., None]) -> None:
     kernels = [(name, kernel) for name, kernels in compiled(arch).items() for kernel in kernels]
+    for order, (name, kernel) in enumerate(kernels):
+        record("resources", gate="tree_gqa", order=order, call=name, **kernel.figures)
     names = {"_plan_kernel", "_pack_mask_kernel", KERNEL, "_merge_kernel"}
     assert {kernel.kernel for _, kernel in kernels} == names
     assert [(name, k.kernel, k.shared, k.tensor_memory) for name, k in kernels if not k.fits] == []

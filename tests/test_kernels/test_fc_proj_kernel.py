@@ -21,6 +21,7 @@ from traffic import Traffic
 interpret(module)
 
 EPS = 1e-5
+ABOUT = {"kernel": "fc_proj"}
 NORMS = ["none", "per_source", "concatenation"]
 SPLIT = FcProjLaunch(block_t=16, block_e=16, block_k=16, parts=2, split=True, warps=4, stages=2)
 WALK = replace(SPLIT, split=False)
@@ -123,24 +124,29 @@ def assert_right(y: torch.Tensor, i: Inputs) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_matches_oracle(case: Case, norm: str, dtype: torch.dtype) -> None:
+def test_matches_oracle(case: Case, norm: str, dtype: torch.dtype, record: Callable[..., None]) -> None:
     i = make_inputs(case, norm, dtype)
     packed = fc_proj(weight=i.weight, launch=case.launch, **i.packed, **i.options)
     separate = fc_proj(i.sources, i.weight, launch=case.launch, **i.options)
     assert packed.dtype == dtype
     assert torch.equal(packed, separate)
     assert_right(packed, i)
+    record("errors", **ABOUT, case=f"{case}, norm {norm}", dtype=dtype, oracle="float64", result=packed)
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("width", [512, 4096])
-def test_is_never_less_accurate_than_the_unfused_route(width: int, norm: str, scale: float) -> None:
+def test_is_never_less_accurate_than_the_unfused_route(
+    width: int, norm: str, scale: float, record: Callable[..., None]
+) -> None:
     i = make_inputs(Case(8, 3, width, 64), norm, torch.bfloat16, scale=scale)
     y = fc_proj(weight=i.weight, **i.packed, **i.options)
     truth = oracle(i)
     ours, theirs = (np.abs(as_float64(t) - truth) for t in (y, unfused(i)))
     assert ours.max() <= theirs.max() + 1e-6 * np.abs(truth).max(), (ours.max(), theirs.max())
+    case, share = f"3 x {width}, norm {norm}, states times {scale:g}", round(float(ours.max() / theirs.max()), 3)
+    record("errors", **ABOUT, case=case, dtype=y.dtype, oracle="separate operators", error=share, bar=1.0)
     rounded = np.abs(as_float64(fc_proj(weight=i.weight, launch=ROUNDED, **i.packed, **i.options)) - truth)
     for error in (ours, rounded):
         assert np.sqrt(np.mean(error**2)) <= np.sqrt(np.mean(theirs**2))
@@ -162,7 +168,7 @@ def quantised(i: Inputs) -> Inputs:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_takes_an_fp8_weight(dtype: torch.dtype, norm: str) -> None:
+def test_takes_an_fp8_weight(dtype: torch.dtype, norm: str, record: Callable[..., None]) -> None:
     """Against the float64 truth of the quantised weight: neither kernel nor twin adds an error of its own."""
     plain = make_inputs(Case(5, 3, 65, 33), norm, dtype)
     i = quantised(plain)
@@ -176,6 +182,8 @@ def test_takes_an_fp8_weight(dtype: torch.dtype, norm: str) -> None:
         fc_proj_torch(i.sources, i.weight, **i.options),
     ):
         assert_right(y, i)
+    split = fc_proj(i.sources, i.weight, launch=SPLIT, **i.options)
+    record("errors", **ABOUT, case=f"norm {norm}", dtype=dtype, stored=FP8, oracle="float64", result=split)
 
 
 def test_an_all_zero_column_quantises_to_zero() -> None:
@@ -254,7 +262,7 @@ def test_one_wrong_value_is_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "most_pulled"), [(8, 1.15), (64, 1.70)])
-def test_the_weight_is_read_once(rows: int, most_pulled: float) -> None:
+def test_the_weight_is_read_once(rows: int, most_pulled: float, record: Callable[..., None]) -> None:
     """Two column tiles of 3 x 4096 -> 4096; everything but x is linear in them."""
     launch = fc_proj_launch(rows, 3, 4096, 4096, arch=H200)
     e = 2 * launch.block_e
@@ -264,7 +272,10 @@ def test_the_weight_is_read_once(rows: int, most_pulled: float) -> None:
     assert traffic.bytes(arguments={"W"}) == weight.nbytes
     assert [launched.kernel for launched in traffic.launches] == ["_fc_proj_kernel", "_add_parts_kernel"]
     least = weight.nbytes + x.nbytes * e // 4096 + rows * e * 2
-    assert traffic.bytes() <= most_pulled * least, traffic.bytes() / least
+    total = traffic.bytes() / least
+    assert total <= most_pulled, total
+    shape = f"3 x 4096 to 4096, {rows} rows"
+    record("traffic", **ABOUT, shape=shape, total=round(total, 3), bar=most_pulled)
 
 
 @pytest.mark.parametrize("out", [896, 4096, 7168])

@@ -8,16 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from interpreter import interpret
-from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
 
-from benchmarks import bench_tree_verify_mla, gpu
-from benchmarks.kernel_bench import Prepared
+from benchmarks import bench_tree_verify_gqa, bench_tree_verify_mla, gpu, kernel_bench
+from benchmarks.kernel_bench import Call, Peer, Prepared
 
-interpret(split_merge, tree_verify_mla)
+interpret(split_merge, tree_verify_gqa, tree_verify_mla)
 
 CPU = torch.device("cpu")
 WITHOUT_TIMES = {"copy_gbps": None, "matmul_tflops": None}
@@ -51,13 +52,15 @@ def test_the_roofline_is_the_higher_of_bytes_and_products(nbytes: int, flops: in
     assert gpu.of_roofline({"p50_us": 10.0}, nbytes, flops, 4000.0, 800.0) == share
 
 
-def test_the_shape_of_the_smoke_test_is_computed_right_by_all() -> None:
-    prepared = bench_tree_verify_mla.prepare(bench_tree_verify_mla.SMOKE, CPU, torch.bfloat16)
-    rows, problems = gpu.run_shape("tree_verify_mla", "smoke", prepared, ("sglang_extend",), 0, WITHOUT_TIMES)
+@pytest.mark.parametrize("bench", [bench_tree_verify_gqa, bench_tree_verify_mla], ids=["gqa", "mla"])
+def test_the_shape_of_the_smoke_test_is_computed_right_by_all(bench: ModuleType) -> None:
+    prepared = bench.prepare(bench.SMOKE, CPU, torch.bfloat16)
+    rows, problems = gpu.run_shape("op", "smoke", prepared, 0, WITHOUT_TIMES)
     assert not problems
-    assert [row["provider"] for row in rows] == ["torch", "ours", "ours, plan and mask included", "sglang_extend"]
+    assert [row["provider"] for row in rows] == ["torch", "ours", "ours, plan and mask included", *prepared.peers]
     assert all(row["max_err"] <= row["budget"] for row in rows[:3])
-    assert "skipped" in rows[3]
+    assert prepared.peers
+    assert {row["skipped"] for row in rows[3:]} == {"no CUDA device"}
 
 
 def test_the_benchmark_runs_as_a_program(tmp_path: Path) -> None:
@@ -65,8 +68,9 @@ def test_the_benchmark_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_tree_verify_mla", "--smoke", "--out", str(out)]
     subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True)
     rows = json.loads(out.read_text())["rows"]
-    assert [row["provider"] for row in rows] == ["torch", "ours", "ours, plan and mask included"]
-    assert all(row["max_err"] <= row["budget"] and row["p50_us"] is None for row in rows)
+    assert [row["provider"] for row in rows[:3]] == ["torch", "ours", "ours, plan and mask included"]
+    assert all(row["max_err"] <= row["budget"] and row["p50_us"] is None for row in rows[:3])
+    assert {row["skipped"] for row in rows[3:]} == {"no CUDA device"}
 
 
 def test_a_wrong_or_broken_provider_costs_its_own_row_and_no_other() -> None:
@@ -81,11 +85,75 @@ def test_a_wrong_or_broken_provider_costs_its_own_row_and_no_other() -> None:
         "broken": broken,
         "ours": lambda: torch.ones(3),
     }
-    rows, problems = gpu.run_shape("op", "shape", Prepared(providers, truth, 1), (), 0, WITHOUT_TIMES)
+    rows, problems = gpu.run_shape("op", "shape", Prepared(providers, truth, 1), 0, WITHOUT_TIMES)
     assert [row.get("skipped") for row in rows] == [None, "RuntimeError", "ImportError", None]
     assert len(problems) == 2
     assert "wrong" in problems[0]
     assert "no such peer" in problems[1]
+
+
+def test_a_peer_that_fails_says_why_and_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, which is played here: the times are made up, the checks are not."""
+
+    def absent() -> Call:
+        raise ImportError("No module named 'peer'")
+
+    monkeypatch.setattr(kernel_bench, "times_us", lambda call: (1.0, 2.0, 3.0))
+    peers = {
+        "right": Peer(lambda: lambda: torch.ones(3)),
+        "wrong": Peer(lambda: lambda: torch.full((3,), 1.1)),
+        "absent": Peer(absent),
+        "compiling": Peer(absent, "module-1"),
+        "broken compiler": Peer(absent, "module-2"),
+        "compiled": Peer(lambda: lambda: torch.ones(3), "module-3"),
+    }
+    prepared = Prepared({"torch": lambda: torch.ones(3)}, torch.ones(3, dtype=torch.float64), 4000, peers)
+    reasons = {"module-1": "module-1: still being compiled", "module-2": "OSError: nvcc"}
+    about = {"copy_gbps": 4000.0, "matmul_tflops": 800.0}
+    rows, problems = gpu.run_shape("op", "shape", prepared, 0, about, reasons.get)
+    assert problems == []
+    said = {row["provider"]: row.get("skipped") for row in rows}
+    assert said.pop("wrong").startswith("RuntimeError: op, shape, wrong: got an error of 1.000e-01")
+    assert said == {
+        "torch": None,
+        "right": None,
+        "absent": "ImportError: No module named 'peer'",
+        "compiling": "module-1: still being compiled",
+        "broken compiler": "OSError: nvcc",
+        "compiled": None,
+    }
+    assert [row["p50_us"] for row in rows if row.get("skipped") is None] == [2.0] * 3
+
+
+def test_what_peers_compile_is_left_for_the_measurements_to_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("flashinfer", "flashinfer.xqa"):  # an import of them fails
+        monkeypatch.setitem(sys.modules, name, None)
+    shapes = {"one": bench_tree_verify_gqa.SMOKE, "same": bench_tree_verify_gqa.SMOKE._replace(batch=1)}
+    monkeypatch.setattr(bench_tree_verify_gqa, "SHAPES", shapes)
+    assert gpu.why_missing(tmp_path, "flashinfer_xqa-2-5") == "flashinfer_xqa-2-5: still being compiled"
+    gpu.compile_peers(tmp_path, CPU)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flashinfer_prefill-32", "flashinfer_xqa-2-5"]
+    assert "flashinfer" in (gpu.why_missing(tmp_path, "flashinfer_xqa-2-5") or "")
+    (tmp_path / "flashinfer_xqa-2-5").write_text("")
+    assert gpu.why_missing(tmp_path, "flashinfer_xqa-2-5") is None
+
+
+def test_the_shapes_are_those_that_matter() -> None:
+    """The contexts, batches, drafts and models of the issue that asked for these kernels."""
+    gqa, mla = bench_tree_verify_gqa.SHAPES.values(), bench_tree_verify_mla.SHAPES.values()
+    assert {(s.heads, s.kv_heads) for s in gqa} == {(32, 8), (16, 2)}
+    for shapes in (gqa, mla):
+        assert {s.context for s in shapes} == {1024, 8192, 32768, 131072}
+        assert {s.batch for s in shapes} == {1, 8, 32}
+        assert {s.num_draft for s in shapes} >= {8, 16, 64}
+        assert any(s.chain for s in shapes)
+    assert {(s.sources, s.width) for s in gpu.benchmarks_of(["fc_proj"])["fc_proj"].SHAPES.values()} >= {
+        (3, 4096),
+        (3, 7168),
+    }
 
 
 def test_repetitions_that_differ_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ def oracle(i: Inputs) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES)
-def test_matches_oracle(case: Case, dtype: torch.dtype) -> None:
+def test_matches_oracle(case: Case, dtype: torch.dtype, record: Callable[..., None]) -> None:
     i = make_inputs(case, dtype)
     cat, residual = norm_concat(i.hidden, i.tokens, i.table, **i.norms)
     twin, _ = norm_concat_torch(i.hidden, i.tokens, i.table, **i.norms)
@@ -82,6 +83,13 @@ def test_matches_oracle(case: Case, dtype: torch.dtype) -> None:
     assert torch.equal(other, cat)
     assert torch.equal(normed, cat[:, case.width :])
     assert len(traffic.launches) == (1 if case.rows else 0)
+    record("errors", kernel="norm_concat", case=str(case), dtype=dtype, oracle="float64", result=cat)
+    if case.width == 7168 and dtype == torch.bfloat16:
+        # tokens, their embeddings, states and norms read once, three blocks of columns written once
+        least = case.rows * (4 + 5 * 7168 * 2) + 2 * 7168 * 2
+        total = round(traffic.bytes() / least, 3)
+        record("traffic", kernel="norm_concat", shape=f"width 7168, {case.rows} rows", total=total, bar=1.2)
+        assert total <= 1.2  # the norms, read once a row
 
 
 def test_reads_its_rows_and_writes_its_results_and_nothing_else() -> None:

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import Batch, Case, excess, make_batch, offsets, oracle
+from draft_trees import (
+    Batch,
+    Case,
+    excess,
+    excesses,
+    flip_every_bit,
+    forget_newest,
+    make_batch,
+    offsets,
+    oracle,
+    replace_a_token,
+    take_a_stranger,
+)
 from interpreter import interpret
 from oracles import as_float64, assert_within_budget
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
@@ -65,18 +77,23 @@ def verify(
     return batch.call(operator, plan, bits, **changes)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_matches_oracle(case: Case) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_matches_oracle(name: str, record: Callable[..., None]) -> None:
+    case = CASES[name]
     batch = make_batch(case)
     expected, twin, actual = oracle(batch), verify(batch, TWIN), verify(batch)
-    assert actual.dtype == case.dtype
-    if case.dtype == F32:  # the rounding of a float32 output is less than that of any sum behind it
+    assert twin.dtype == actual.dtype == case.dtype
+    error, bar = excess(actual, expected), 1.5 if case.kv_dtype is None else 2.0
+    if case.dtype == F32:
         keys = max(case.lengths) + case.num_draft
         assert_within_budget(actual, twin, as_float64(expected), reductions=(keys, case.width))
         assert_within_budget(twin, twin, as_float64(expected), reductions=(keys, case.width))
-        return
-    assert excess(twin, expected) <= 1.05
-    assert excess(actual, expected) <= (1.5 if case.kv_dtype is None else 2.0)
+        bar = None  # sums of hundreds of keys: the rounding of one float32 is no measure for them
+    else:
+        assert excess(twin, expected) <= 1.05
+        assert error <= bar
+    about = {"kernel": "tree_verify_gqa", "case": name, "dtype": case.dtype, "stored": case.kv_dtype}
+    record("errors", **about, oracle="float64", error=round(error, 3), bar=bar, result=actual)
 
 
 def test_a_chain_is_a_tree_without_branches() -> None:
@@ -142,30 +159,50 @@ def test_reaches_slots_past_the_range_of_32_bits(index: torch.dtype) -> None:
 # ---- a single wrong bit, page, length or factor is seen -----------------------------------------------------
 
 
-def wrong_page(batch: Batch) -> Batch:
-    """Exchange one page of the first request for one that belongs to nobody but holds plausible numbers."""
-    slots = batch.kv_slots.clone()
-    first, size = int(slots[0]), batch.case.page_size
-    stranger = int(slots[-1])
+FEW = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64)
+SLOTS: dict[str, tuple[tuple[int, ...], Callable[[Batch], Batch]]] = {
+    "one-token-less": (tuple(range(65)), forget_newest),
+    "one-token-more": (FEW, take_a_stranger),
+    "first-slot": (FEW, lambda batch: replace_a_token(batch, lambda length: 0)),
+    "last-slot": (FEW, lambda batch: replace_a_token(batch, lambda length: length - 1)),
+    "middle-slot": (FEW, lambda batch: replace_a_token(batch, lambda length: length // 2)),
+}
+
+
+@pytest.mark.parametrize(("prefixes", "mutated"), SLOTS.values(), ids=SLOTS)
+def test_one_wrong_length_or_slot_breaks_the_bar_at_every_prefix(
+    prefixes: tuple[int, ...], mutated: Callable[[Batch], Batch]
+) -> None:
+    batch = make_batch(Case(prefixes, 3, heads=2, target=1, batch_invariant=True))
+    wrong, expected = mutated(batch), oracle(batch)
+    # Request by request the largest rounding is that of a few hundred numbers: the bar of a whole batch is too low.
+    assert max(excesses(verify(batch), expected, len(prefixes))) <= 2.0
+    same = [torch.equal(*pair) for pair in zip(batch.token_slots, wrong.token_slots, strict=True)]
+    assert sum(same) <= 1
+    changed = excesses(verify(wrong), expected, len(prefixes))
+    unseen = [p for p, is_same, error in zip(prefixes, same, changed, strict=True) if error <= 2.0 and not is_same]
+    assert unseen == []
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_one_wrong_page_breaks_the_bar(page_size: int) -> None:
+    batch = make_batch(Case((3 * page_size - 5,), 5, page_size=page_size))
+    expected, stranger = oracle(batch), int(batch.kv_slots[-1])
     pools = [pool.clone() for pool in (batch.k_pool, batch.v_pool)]
-    for pool in pools:
-        pool[stranger * size : (stranger + 1) * size] = pool[first * size : (first + 1) * size].flip(-1)
-    slots[0] = stranger
-    return dataclasses.replace(batch, kv_slots=slots, k_pool=pools[0], v_pool=pools[1])
+    for pool in pools:  # a page of nobody's, with plausible contents
+        first = int(batch.kv_slots[0]) * page_size
+        pool[stranger * page_size : (stranger + 1) * page_size] = pool[first : first + page_size].flip(-1)
+    for page in range(3):
+        slots = batch.kv_slots.clone()
+        slots[page] = stranger
+        changed = dataclasses.replace(batch, kv_slots=slots, k_pool=pools[0], v_pool=pools[1])
+        assert excess(verify(changed), expected) > 1.5, page
 
 
-def shorter(batch: Batch) -> Batch:
-    """Forget the newest committed token of the only request."""
-    return dataclasses.replace(batch, kv_indptr=offsets([batch.case.lengths[0] - 1]))
-
-
-MUTATIONS: dict[str, tuple[Case, Callable[[Batch], torch.Tensor]]] = {
+FACTORS: dict[str, tuple[Case, Callable[[Batch], torch.Tensor]]] = {
     f"{name}-prefix-{prefix}": (case._replace(lengths=(prefix,)), mutated)
     for prefix in (1, 17, 64)
     for name, case, mutated in [
-        ("page", Case((), 5), lambda batch: verify(wrong_page(batch))),
-        ("page-of-16", Case((), 5, page_size=16), lambda batch: verify(wrong_page(batch))),
-        ("length", Case((), 5), lambda batch: verify(shorter(batch))),
         ("k-scale", Case((), 5, kv_dtype=E4M3, k_scale=0.7), lambda batch: verify(batch, k_scale=0.77)),
         ("v-scale", Case((), 5, kv_dtype=E4M3, v_scale=0.7), lambda batch: verify(batch, v_scale=0.77)),
         ("scale", Case((), 5), lambda batch: verify(batch, scale=0.15)),
@@ -181,22 +218,22 @@ MUTATIONS: dict[str, tuple[Case, Callable[[Batch], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "mutated"), MUTATIONS.values(), ids=MUTATIONS.keys())
-def test_one_wrong_argument_breaks_the_bar(case: Case, mutated: Callable[[Batch], torch.Tensor]) -> None:
+@pytest.mark.parametrize(("case", "mutated"), FACTORS.values(), ids=FACTORS.keys())
+def test_one_wrong_factor_breaks_the_bar(case: Case, mutated: Callable[[Batch], torch.Tensor]) -> None:
     batch = make_batch(case)
     expected = oracle(batch)
     assert excess(verify(batch), expected) <= 2.0
     assert excess(mutated(batch), expected) > 2.0
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 17, 64])
-@pytest.mark.parametrize(("row", "bit"), [(0, 1), (3, 3), (5, 0), (4, 5), (6, 2), (1, 6)])
-def test_one_flipped_bit_breaks_the_bar(prefix: int, row: int, bit: int) -> None:
-    batch = make_batch(Case((prefix,), 7), seed=3)
-    expected, bits = oracle(batch), pack_mask(batch.mask, batch.kv_indptr, 7)
+@pytest.mark.parametrize("prefix", [0, 17, 64])
+def test_one_flipped_bit_breaks_the_bar(prefix: int) -> None:
+    batch = make_batch(Case((prefix,), 5, heads=2, target=1, batch_invariant=True), seed=3)
+    expected, bits = oracle(batch), pack_mask(batch.mask, batch.kv_indptr, 5)
     assert excess(verify(batch, bits=bits), expected) <= 1.5
-    bits[row] ^= 1 << bit
-    assert excess(verify(batch, bits=bits), expected) > 1.5
+    repeated, many, flips = flip_every_bit(batch, bits)
+    changed = verify(repeated, bits=many).chunk(len(flips))
+    assert [flip for flip, y in zip(flips, changed, strict=True) if excess(y, expected) <= 1.5] == []
 
 
 def test_the_second_word_is_read() -> None:
