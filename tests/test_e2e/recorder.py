@@ -65,7 +65,7 @@ class Recorder:
         "baseline": Kind(None, (), tokens=TOKENS + LOOKAHEAD, prompts=24, clients=4),
         "chain": Kind("demo", servers.CHAIN, prompts=24, clients=4),
         "tree": Kind("demo", servers.TREE, prompts=24, clients=4),
-        "two_ranks": Kind("demo", (*servers.CHAIN, "--tp", "2")),
+        "two_ranks": Kind("demo", (*servers.CHAIN, "--tp", "2"), prompts=4),
         "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
         "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
         "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),

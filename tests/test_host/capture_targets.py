@@ -23,7 +23,6 @@ import importlib
 import inspect
 import json
 import re
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import pairwise
@@ -33,6 +32,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+import workers
 from checkpoints import write_draft, write_target
 from torch import nn
 
@@ -67,28 +67,8 @@ CLOSE = 1e-5
 @pytest.fixture(scope="session", autouse=True)
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Bring one process of SGLang up as a scheduler is brought up: plugins, settings, groups, operators."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    folder = write_target(tmp_path_factory.mktemp("served"))
-    settings = ServerArgs(model_path=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True)
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    init_distributed_environment(
-        world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"tcp://127.0.0.1:{port}"
-    )
-    initialize_model_parallel()
-    current_platform.init_backend()
-    yield
-    torch.distributed.destroy_process_group()
+    with workers.runtime(write_target(tmp_path_factory.mktemp("served"))):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import gc
 import itertools
 import json
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trainers
+import workers
 from checkpoints import write_draft, write_target
 from interpreter import interpret
 from safetensors.torch import load_file
@@ -51,35 +51,13 @@ E, M, VOCAB, LAYERS = 32, 32, 96, 8
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Bring one process of SGLang up as a scheduler is brought up: plugins, settings, groups, operators."""
-    from sglang.srt.plugins import load_plugins
+    with workers.runtime(write_target(tmp_path_factory.mktemp("served"))):
+        from sglang.srt.platforms import current_platform
 
-    load_plugins()
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    assert type(current_platform).__name__ == "Eagle3CpuPlatform"
-    folder = write_target(tmp_path_factory.mktemp("served"))
-    settings = ServerArgs(model_path=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True)
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        backend="gloo",
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
-    )
-    initialize_model_parallel()
-    current_platform.init_backend()
-    # SGLang collects garbage when a cache is emptied; what was imported is not worth looking through each time.
-    gc.freeze()
-    yield
-    torch.distributed.destroy_process_group()
+        assert type(current_platform).__name__ == "Eagle3CpuPlatform"
+        # SGLang collects garbage when a cache is emptied; what was imported is not worth looking through each time.
+        gc.freeze()
+        yield
 
 
 class Target(NamedTuple):

@@ -12,7 +12,6 @@ import os
 os.environ["SGLANG_PLATFORM"] = "eagle3_ext"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import workers
 from checkpoints import write_draft
 
 from sglang_eagle3_ext.host import proof
@@ -103,48 +103,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture(scope="session")
 def worker(reference: tuple[Path, Any]) -> Iterator[Any]:
     """Bring the target up as a scheduler does, to just before its CUDA graphs."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
-
     folder, _ = reference
     ext = {"sources": ["layer2", "embed", "last"]}
     draft = write_draft(folder / "draft", vocab=VOCAB, config_changes={"eagle3_ext": ext})
-    settings = ServerArgs(
-        model_path=str(folder / "target"),
-        speculative_draft_model_path=str(draft),
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        speculative_algorithm="EAGLE3",
-        speculative_num_steps=3,
-        speculative_eagle_topk=2,
-        speculative_num_draft_tokens=5,
-        max_total_tokens=128,
-        max_running_requests=4,
-    )
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=address)
-    initialize_model_parallel()
-    target = TpModelWorker(server_args=settings, gpu_id=0, nccl_port=port)
-    drafting = EagleDraftWorker(settings, 0, port, target)
-    target.alloc_memory_pool()
-    pool, allocator = target.get_memory_pool()
-    drafting.alloc_memory_pool(target.model_runner.memory_pool_config, pool, allocator)
-    target.init_attention_backends()
-    drafting.init_attention_backends()
-    yield drafting
-    torch.distributed.destroy_process_group()
+    flags = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+    with workers.pair(folder / "target", draft, **flags) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import json
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import workers
 from checkpoints import DELETE, write_draft, write_target
 
 from sglang_eagle3_ext.errors import UnsupportedError
@@ -44,56 +44,20 @@ CAPTURED = (0, 3, 6, 8, "final_norm")
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Bring target and draft up as a scheduler does, to just before its CUDA graphs."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
-
     folder = tmp_path_factory.mktemp("pair")
-    settings = ServerArgs(
-        model_path=str(write_target(folder / "target", hidden=M, num_layers=LAYERS, vocab=VOCAB)),
-        speculative_draft_model_path=str(
-            write_draft(
-                folder / "draft",
-                hidden=E,
-                target_hidden=M,
-                num_sources=len(SOURCES),
-                vocab=VOCAB,
-                tensor_changes={"embed_tokens.weight": torch.randn(VOCAB, E)},
-                config_changes={"eagle3_ext": {"sources": SOURCES}},
-            )
-        ),
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        speculative_algorithm="EAGLE3",
-        speculative_num_steps=2,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=3,
-        max_total_tokens=128,
-        max_running_requests=4,
+    target = write_target(folder / "target", hidden=M, num_layers=LAYERS, vocab=VOCAB)
+    draft = write_draft(
+        folder / "draft",
+        hidden=E,
+        target_hidden=M,
+        num_sources=len(SOURCES),
+        vocab=VOCAB,
+        tensor_changes={"embed_tokens.weight": torch.randn(VOCAB, E)},
+        config_changes={"eagle3_ext": {"sources": SOURCES}},
     )
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=address)
-    initialize_model_parallel()
-    target = TpModelWorker(server_args=settings, gpu_id=0, nccl_port=port)
-    draft = EagleDraftWorker(settings, 0, port, target)
-    target.alloc_memory_pool()
-    pool, allocator = target.get_memory_pool()
-    draft.alloc_memory_pool(target.model_runner.memory_pool_config, pool, allocator)
-    target.init_attention_backends()
-    draft.init_attention_backends()
-    yield draft
-    torch.distributed.destroy_process_group()
+    flags = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+    with workers.pair(target, draft, **flags) as worker:
+        yield worker
 
 
 @pytest.fixture

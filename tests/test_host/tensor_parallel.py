@@ -15,7 +15,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import gc
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import workers
 from checkpoints import write_draft, write_target
 from interpreter import interpret
 from safetensors.torch import load_file
 from sglang_eagle3_ext.kernels import fc_proj, norm_concat
 
 from sglang_eagle3_ext.host import proof
+from sglang_eagle3_ext.host.servers import free_port
 from tests.test_host import draft_model as gqa
 from tests.test_host import mla_draft_model as mla
 from tests.test_host.target_proof import SOURCES, fault, swap
@@ -107,50 +108,21 @@ class Rank:
     """
 
     def __init__(self, ranks: int, rank: int, port: int, folder: Path) -> None:
-        from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-        from sglang.srt.platforms import current_platform
-        from sglang.srt.runtime_context import SpawnRanks, publish
-        from sglang.srt.server_args import ServerArgs
-
         self.ranks, self.rank, self.folder, self.port = ranks, rank, folder, port
-        self.settings = ServerArgs(
-            model_path=str(folder / "target"),
-            speculative_draft_model_path=str(folder / "draft"),
+        self.settings = workers.settings(
+            folder / "target",
+            folder / "draft",
             tp_size=ranks,
-            device="cpu",
-            dtype="float32",
-            skip_tokenizer_init=True,
-            speculative_algorithm="EAGLE3",
             speculative_num_steps=2,
             speculative_eagle_topk=1,
             speculative_num_draft_tokens=3,
-            max_total_tokens=128,
-            max_running_requests=4,
         )
-        publish(self.settings, role="scheduler", ranks=SpawnRanks(world_rank=rank))
-        init_distributed_environment(
-            world_size=ranks,
-            rank=rank,
-            local_rank=rank,
-            backend="gloo",
-            distributed_init_method=f"tcp://127.0.0.1:{port}",
-        )
-        initialize_model_parallel()
-        current_platform.init_backend()
+        workers.join(self.settings, port, rank)
 
     def pair(self) -> dict[str, Any]:
         """Bring up target and draft, take the captured states of two prefills, and let the proof find faults."""
-        from sglang.srt.managers.tp_worker import TpModelWorker
-        from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
-
-        target = TpModelWorker(server_args=self.settings, gpu_id=self.rank, nccl_port=self.port)
-        draft = EagleDraftWorker(self.settings, self.rank, self.port, target)
-        target.alloc_memory_pool()
-        pool, allocator = target.get_memory_pool()
-        draft.alloc_memory_pool(target.model_runner.memory_pool_config, pool, allocator)
-        target.init_attention_backends()
-        draft.init_attention_backends()
-        runner, plan = target.model_runner, draft.draft_runner.model.plan
+        draft = workers.make_workers(self.settings, self.port, self.rank)
+        runner, plan = draft.target_worker.model_runner, draft.draft_runner.model.plan
         passes = [proof.run_pass(runner, ids) for ids in proof._token_ids(runner, plan)]
         healthy = proof.prove(draft, plan)
         problems = []
@@ -229,12 +201,6 @@ def run_rank(ranks: int, rank: int, port: int, folder: Path) -> None:
 
 
 # ---- all ranks ----------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

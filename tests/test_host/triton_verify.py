@@ -15,7 +15,6 @@ os.environ["SGLANG_PLATFORM"] = "eagle3_ext"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from typing import Any
 import interpreter
 import pytest
 import torch
+import workers
 from checkpoints import write_draft, write_target
 from draft_trees import Batch, Case, make_batch, offsets, oracle
 from interpreter import interpret
@@ -51,16 +51,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Bring target and draft up as a scheduler does, to just before its CUDA graphs."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
-
     folder = tmp_path_factory.mktemp("pair")
     if LATENT:
         latent_target.LATENT, latent_target.ROPE, latent_target.LAYERS = 32, 16, 2
@@ -70,35 +60,16 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     width = latent_target.M if LATENT else 64
     ext = {"sources": ["embed", "layer0", "last"]}
     draft = write_draft(folder / "draft", target_hidden=width, config_changes={"eagle3_ext": ext})
-    settings = ServerArgs(
-        model_path=str(folder / "target"),
-        speculative_draft_model_path=str(draft),
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        speculative_algorithm="EAGLE3",
+    with workers.pair(
+        folder / "target",
+        draft,
         speculative_num_steps=3,
         speculative_eagle_topk=4,
         speculative_num_draft_tokens=Q,
         max_total_tokens=256,
         max_running_requests=REQUESTS,
-    )
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=address)
-    initialize_model_parallel()
-    target = TpModelWorker(server_args=settings, gpu_id=0, nccl_port=port)
-    drafting = EagleDraftWorker(settings, 0, port, target)
-    target.alloc_memory_pool()
-    pool, allocator = target.get_memory_pool()
-    drafting.alloc_memory_pool(target.model_runner.memory_pool_config, pool, allocator)
-    target.init_attention_backends()
-    drafting.init_attention_backends()
-    yield drafting
-    torch.distributed.destroy_process_group()
+    ) as worker:
+        yield worker
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from benchmarks import attention_peers
 from benchmarks.attention_peers import Verify, packed_16
 
 GQA = Case((70, 70), 7, heads=8, kv_heads=2)
-CHAIN = Case((70, 70), 5, heads=8, kv_heads=2, chain=True)
+CHAIN = Case((100, 100), 5, heads=8, kv_heads=2, chain=True)
 MLA = Case((70, 70), 5, heads=3, width=80, value_width=64)
 
 
