@@ -1,4 +1,4 @@
-"""The two exceptions that a user of this package can meet."""
+"""The two exceptions that a user of this package can meet, and how those of others are quoted."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class CheckpointError(ValueError):
         """Build one error out of all findings of severity ``error``."""
         errors = tuple(f for f in findings if f.severity == "error")
         return cls("\n".join(f.message for f in errors), errors)
+
+
+def first_line(error: BaseException) -> str:
+    """Quote an error of someone else's in one line: the first of its message, or its name where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class UnsupportedError(RuntimeError):

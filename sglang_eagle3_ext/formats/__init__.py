@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,8 @@ from sglang_eagle3_ext.spec import DraftSpec, Finding, TargetFacts, stock_readin
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "ARCHITECTURES",
@@ -225,6 +228,9 @@ class TargetConfig(msgspec.Struct, frozen=True):
     max_position_embeddings: Positive | None = None
 
 
+TARGET_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+
+
 def read_target(path: str | os.PathLike[str], *, revision: str | None = None) -> TargetFacts:
     """Read what the plan needs to know about a target from its ``config.json``.
 
@@ -249,7 +255,12 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
     inner = _language_model(config)
     names = config.get("architectures") or inner.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else None
-    read, wrong = read_keys({**config, **inner}, TargetConfig)
+    sizes_given = {**config, **inner}
+    if "num_layers" in sizes_given:  # LongCat's word
+        sizes_given.setdefault("num_hidden_layers", sizes_given["num_layers"])
+    if inner and any(key not in sizes_given for key in TARGET_SIZES):
+        sizes_given = _left_out(config) | sizes_given
+    read, wrong = read_keys(sizes_given, TargetConfig)
     findings = [
         Finding("error", "target_unreadable", f"{file}:{key}: {text}. Correct the value.") for key, text in wrong
     ]
@@ -274,6 +285,22 @@ def read_target(path: str | os.PathLike[str], *, revision: str | None = None) ->
         reading=stock_reading(architecture),
         context=sizes.max_position_embeddings,
     )
+
+
+def _left_out(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the sizes that a wrapper's inner config does not hold: transformers writes none that its class defaults to.
+
+    Empty where transformers is not installed or does not know the model.
+    """
+    try:
+        from transformers import AutoConfig
+
+        known = AutoConfig.for_model(**config).get_text_config()
+    except Exception as error:
+        # Whatever a model's own config class makes of the file; the sizes are then reported as missing.
+        logger.info("sizes that the config leaves out: %s", error)
+        return {}
+    return {key: getattr(known, key) for key in TARGET_SIZES if hasattr(known, key)}
 
 
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.errors import CheckpointError, first_line
 from sglang_eagle3_ext.formats.eagle3_ext import OVERRIDE, Declared, merge
 from sglang_eagle3_ext.formats.keys import spell
 from sglang_eagle3_ext.spec import Finding, Severity, TensorInfo
@@ -86,7 +86,7 @@ def locate(path: str | os.PathLike[str], revision: str | None, *, weights: bool 
         return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
     except Exception as error:
         # The Hub client raises errors of its own, of requests and of the operating system.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise fatal(
             "no_checkpoint",
             f"{path}: no such folder, and the Hub gave nothing, got {reason}; expected a checkpoint folder or a Hub "
@@ -312,7 +312,7 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
             # Files of the time before the zip container cannot be mapped.
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):
             # PyTorch's own words advise to run what the file brings along.
             reason = "content other than tensors, which is never run"

@@ -140,7 +140,7 @@ def install(model: nn.Module, plan: AssemblyPlan) -> None:
         if boundary == n and by_stage:
             _at_final_norm[id(stack.norm)] = point
         elif by_stage:
-            _wait_at_stage(layers[boundary], point)
+            _wait_at_stage(layers[boundary], stack, point)
         else:
             _wait_at_pair(stack.norm if boundary == n else layers[boundary], point)
     _hand_out(stack, plan, states)
@@ -158,22 +158,31 @@ class Point:
         self.states[self.boundary] = value if owned else value.clone()
 
 
-def _wait_at_stage(layer: Any, point: Point) -> None:
+def _wait_at_stage(layer: Any, stack: Any, point: Point) -> None:
     """Ask a layer's attention stage for the residual stream each time it prepares its input."""
     stage = layer.attn_boundary
     prepare = stage.prepare
     # Whichever of the two SGLang's own class uses: they order the sum over ranks and the norm differently, and with
     # the other one the target's own output would not stay bit for bit what stock computes.
-    option: dict[str, Any] = (
-        {"capture": point.capture}
-        if "capture_output" in inspect.signature(type(layer).forward).parameters
-        else {"capture_gathered": point}
-    )
+    option: dict[str, Any] = {"capture_gathered": point} if _gathers(layer, stack) else {"capture": point.capture}
 
     def prepare_and_capture(hidden_states: Any, forward_batch: Any, **call: Any) -> Any:
         return prepare(hidden_states, forward_batch, **{**call, **option})
 
     stage.prepare = prepare_and_capture
+
+
+def _gathers(layer: Any, stack: Any) -> bool:
+    """Say whether SGLang's own capture takes what all ranks have gathered, rather than what this one has made.
+
+    Layers that offer both (Qwen3-MoE's) leave it to the stack that calls them.
+    """
+    offered = inspect.signature(type(layer).forward).parameters
+    if "capture_output" not in offered:
+        return True
+    constants = inspect.unwrap(type(stack).forward).__code__.co_consts
+    named = {name for names in constants if isinstance(names, tuple) for name in names}
+    return "captured_last_layer_outputs" in named and "capture_output" not in named
 
 
 def _wait_at_pair(module: Any, point: Point) -> None:

@@ -32,7 +32,10 @@ def draft_key(path: str, revision: str | None, override: Mapping[str, Any] | Non
     A folder that was changed on disk is another draft, also within one process.
     """
     root = Path(path)
-    changed = sorted((f.name, f.stat().st_mtime_ns) for f in root.iterdir() if f.is_file()) if root.is_dir() else []
+    try:
+        changed = sorted((f.name, f.stat().st_mtime_ns) for f in root.iterdir() if f.is_file()) if root.is_dir() else []
+    except OSError:  # reading it will say why
+        changed = []
     return json.dumps([path, revision, dict(override or {}), changed], sort_keys=True)
 
 

@@ -663,7 +663,11 @@ ROWS: tuple[Row, ...] = (
                 ("self", "spec_info"),
                 "know the draft tokens of a request in a graph",
             ),
-            ("_forward_extend_kernel", ("self", "layer"), "refuse a verify pass of stock's kernel without its mask"),
+            (
+                "forward_extend",
+                ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks", "score_mod", "aux_tensors"),
+                "refuse a verify pass of stock's kernel without its mask",
+            ),
         )
     ),
     _verified(

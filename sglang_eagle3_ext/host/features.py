@@ -101,7 +101,8 @@ def write_states(
         launch = [sys.executable, "-m", "sglang_eagle3_ext.host.features", place, *words, *flags, *fixed]
         server = Server("features", launch, Path(folder) / "server.log", environment)
         try:
-            with running([server], timeout_s=3600.0), ThreadPoolExecutor(at_once) as pool:
+            # The server goes first: what waits for its answers then ends at once.
+            with ThreadPoolExecutor(at_once) as pool, running([server], timeout_s=3600.0):
 
                 def ask_all(some: Sequence[int], tokens: int, name: str) -> dict[int, list[int]]:
                     ids = {i: name.format(starts[i], starts[i + 1]) for i in some}

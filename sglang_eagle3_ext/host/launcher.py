@@ -120,7 +120,7 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "--enable-two-batch-overlap: got it with an EAGLE-3 draft; expected it to be off, because SGLang's "
             "overlapped path captures no hidden states. Drop the flag.",
         )
-    if args.attn_dp_size > 1 and spec.num_sources:
+    if args.attn_dp_size > 1:
         yield Finding(
             "error",
             "attention_data_parallel",
@@ -143,6 +143,13 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "prefill_multiplexing",
             "--enable-pdmux: got it with an EAGLE-3 draft; expected it to be off, because a prefill that is split "
             "between layers hands no hidden states to the draft. Drop the flag.",
+        )
+    if args.enable_multi_layer_eagle:
+        yield Finding(
+            "error",
+            "multi_layer_eagle",
+            "--enable-multi-layer-eagle: got it with an EAGLE-3 draft; expected it to be off, because SGLang then "
+            "drafts with one model per step, which an EAGLE-3 draft does not have. Drop the flag.",
         )
     method = args.speculative_draft_model_quantization
     # What SGLang took over from --quantization is settled where the draft's config is read.

@@ -76,15 +76,26 @@ class TreeVerifyTritonBackend(TritonAttnBackend):
         self.num_draft_tokens = num_draft_tokens
         self._verify_mask = self.tree_verify.mask
 
-    def _forward_extend_kernel(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run SGLang's kernel in every pass but verification, for which there is no mask that it could read.
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
+    ) -> Any:
+        """Run SGLang's pass; a layer with a score function of its own goes past the seam, for which there is no mask.
 
         Raises:
-            UnsupportedError: a layer of a verify pass went past the seam.
+            UnsupportedError: such a layer in a verify pass.
         """
-        if self.forward_metadata.custom_mask is not None:
+        if score_mod is not None and forward_batch.forward_mode.is_target_verify():
             raise UnsupportedError(
                 f"attention layer {layer.layer_id}: it verifies with a score function of its own, which the verify"
                 " kernels do not take. Serve this target with EAGLE3_EXT_KERNELS=off."
             )
-        return super()._forward_extend_kernel(layer, *args, **kwargs)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks, score_mod, aux_tensors)

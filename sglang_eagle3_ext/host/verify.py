@@ -47,6 +47,7 @@ from sglang_eagle3_ext.kernels.arch import (
 from sglang_eagle3_ext.kernels.split_merge import WORD, SplitPlan, allocate_plan, chain_bits, pack_mask, plan_splits
 from sglang_eagle3_ext.kernels.tree_verify_gqa import KV_DTYPES, tree_verify_gqa
 from sglang_eagle3_ext.kernels.tree_verify_mla import tree_verify_mla
+from sglang_eagle3_ext.spec import AssemblyPlan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.verify_mask import VerifyMask
@@ -383,7 +384,7 @@ def left_to_stock(model_runner: Any) -> list[str]:
     Args:
         model_runner: SGLang's runner of the target, its weights loaded and its pool made.
     """
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
     device, stored = torch.device(model_runner.device), model_runner.token_to_kv_pool.get_kv_cache_quant_method()
     if implementation_for(device) == "torch":
@@ -393,6 +394,11 @@ def left_to_stock(model_runner: Any) -> list[str]:
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
         "--enable-two-batch-overlap, which cuts a mask over the context": (get_exec().overlap.enable_two_batch_overlap),
         "decode context parallelism": get_parallel().attn_dcp_size > 1,
+        "a draft that is served by stock's rules, or with no captured states": not isinstance(
+            model_runner.spec_aux_config.eagle_aux_hidden_state_layer_ids, AssemblyPlan
+        ),
+        "trees on MiniMax's sparse attention, which lends no mask": get_spec().speculative_eagle_topk > 1
+        and (model_runner.model_config.hf_config.architectures or [""])[0].startswith("MiniMaxM3Sparse"),
         "an encoder": model_runner.model_config.is_encoder_decoder,
         "a KV cache that keeps scales of its own": stored is not None and stored.name != "unquantized",
     }

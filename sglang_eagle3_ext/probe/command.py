@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.errors import CheckpointError, first_line
 from sglang_eagle3_ext.formats.folder import locate
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ def _probe(
             sys.stdout.write(json.dumps(_without_nan(report.as_json(result)), indent=2) + "\n")
         else:
             sys.stdout.writelines(f"{line}\n" for line in report.as_text(result))
-        if args.plot is not None:
-            report.picture(result, args.plot)
     if args.write:
         _configure(args, result, commands)
+    if args.plot is not None:
+        report.picture(result, args.plot)
     return 0 if result.verdict == "declared_right" else 1
 
 
@@ -145,7 +145,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
             from matplotlib.backend_bases import FigureCanvasBase
 
             kinds = FigureCanvasBase.get_supported_filetypes()
-            if args.plot.suffix and args.plot.suffix[1:].lower() not in kinds:
+            if not args.plot.suffix:
+                # As matplotlib would, behind the back of the checks below.
+                args.plot = args.plot.with_name(f"{args.plot.name}.png")
+            if args.plot.suffix[1:].lower() not in kinds:
                 problems.append(
                     f"{args.plot}: got a picture of kind {args.plot.suffix}; expected one of "
                     f"{', '.join(sorted(kinds))}. Choose another --plot."
@@ -166,6 +169,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value.absolute().parent.is_dir():
             problems.append(f"{value}: its folder is not there; expected one. Make it.")
+        elif value is not None and not os.access(value.absolute().parent, os.W_OK):
+            problems.append(f"{value}: its folder cannot be written to; expected one that can. Choose another one.")
     if problems:
         raise CheckpointError("\n".join(problems))
 
@@ -177,7 +182,7 @@ def _device_problems(device: str) -> list[str]:
     try:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         return [f"--device: got {device}, which PyTorch cannot compute on: {reason}; expected cpu, cuda or the like."]
     return []
 

@@ -24,8 +24,17 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sglang_eagle3_ext.errors import CheckpointError
+from sglang_eagle3_ext.errors import CheckpointError, first_line
 from sglang_eagle3_ext.spec import TargetFacts
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether a text can be encoded: half of a surrogate pair is JSON, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def read_prompts(file: Path | None = None) -> tuple[Prompt, ...]:
         read.append([])
         for i, item in enumerate(items):
             entry = item.get("prompt") if isinstance(item, dict) else item
-            if isinstance(entry, str) and entry.strip():
+            if isinstance(entry, str) and entry.strip() and _is_unicode(entry):
                 read[-1].append(Prompt(entry, group))
             elif isinstance(entry, list) and entry and all(type(t) is int and t >= 0 for t in entry):
                 read[-1].append(Prompt(tuple(entry), group))
@@ -118,7 +127,7 @@ def encode(prompts: Sequence[Prompt], target: str | Path) -> list[list[int]]:
             except Exception as error:
                 # Whatever the tokenizers' libraries raise; transformers has no class for it.
                 raise CheckpointError(
-                    f"{target}: its tokenizer cannot be loaded, got {str(error).splitlines()[0]}; expected one, to "
+                    f"{target}: its tokenizer cannot be loaded, got {first_line(error)}; expected one, to "
                     "read the prompts. Give --prompts as lists of token ids."
                 ) from error
         if tokenizer.chat_template is None:
@@ -238,12 +247,12 @@ class Features:
                         "feature file of schema 1. Write it with --save-features."
                     )
                 states, tokens, starts, prompts, completions = (opened.get_tensor(name) for name in names)
-        except (OSError, SafetensorError) as error:
+                steps = int(metadata["steps"])
+                groups = json.loads(metadata.get("groups", "null")) or [None] * len(prompts)
+        except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: cannot be read, got {error}; expected a feature file. Write it with --save-features."
             ) from error
-        steps = int(metadata["steps"])
-        groups = json.loads(metadata.get("groups", "null")) or [None] * len(prompts)
         ends = starts[1:]
         lengths = ends - starts[:-1]
         checks = (
@@ -252,7 +261,15 @@ class Features:
             (len(starts) > 0 and int(starts[0]) == 0, "starts that do not begin at 0"),
             (len(starts) > 0 and int(starts[-1]) == len(tokens), "starts that do not end with the tokens"),
             (bool((lengths > 0).all()), "starts that do not ascend"),
-            (len(prompts) == len(completions) == len(groups) == len(lengths), "lists of different lengths"),
+            (len(prompts) == len(completions) == len(lengths), "lists of different lengths"),
+            (
+                isinstance(groups, list)
+                and len(groups) == len(lengths)
+                and all(group is None or isinstance(group, str) for group in groups),
+                "groups that do not name one for each sequence",
+            ),
+            (steps > 0, f"{steps} steps, expected at least one"),
+            (bool((tokens >= 0).all()), "negative token ids"),
         )
         wrong = [text for holds, text in checks if not holds]
         if not wrong and bool(((prompts < 1) | (completions < 1) | (prompts + completions > lengths)).any()):
@@ -554,8 +571,8 @@ def load_target(target: str | Path, device: str = "cpu") -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32 if device == "cpu" else "auto")
         return model.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise CheckpointError(
-            f"{target}: transformers cannot load it on {device}, got {str(error).splitlines()[0]}; expected a causal "
+            f"{target}: transformers cannot load it on {device}, got {first_line(error)}; expected a causal "
             "language model. Capture its states elsewhere and give them with --features."
         ) from error

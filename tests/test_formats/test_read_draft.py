@@ -763,6 +763,24 @@ def test_target_inside_a_multimodal_wrapper(tmp_path):
     assert facts.reading.ids == "first_is_one"
 
 
+def test_what_a_wrapper_leaves_to_its_class(tmp_path):
+    """transformers writes no value of an inner config that its class has as a default; gemma-3-4b-it lacks three."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = formats.read_target(tmp_path)
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (34, 2560, 262208)
+    config["model_type"] = "nobody_knows"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="vocab_size: got nothing"):
+        formats.read_target(tmp_path)
+
+
+def test_layers_in_longcats_word(tmp_path):
+    changes = {"num_hidden_layers": DELETE, "num_layers": 28}
+    assert formats.read_target(write_target(tmp_path, config_changes=changes)).num_layers == 28
+
+
 def test_all_that_is_wrong_with_a_target_is_said_at_once(tmp_path):
     changes = {"architectures": "LlamaForCausalLM", "hidden_size": "32", "vocab_size": 0, "num_hidden_layers": DELETE}
     with pytest.raises(CheckpointError) as raised:

@@ -924,3 +924,20 @@ def test_a_plan_of_stocks_stays_stocks() -> None:
     seen: list[Any] = []
     capture.configure_capture(lambda **call: seen.append(call), model=None, eagle_aux_hidden_state_layer_ids=[1, 2])
     assert seen == [{"model": None, "eagle_aux_hidden_state_layer_ids": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    ("module", "stack", "layer", "gathers"),
+    [
+        ("qwen3_moe", "Qwen3MoeModel", "Qwen3MoeDecoderLayer", True),
+        ("qwen3_vl_moe", "Qwen3MoeLLMModel", "Qwen3MoeDecoderLayer", False),
+        ("bailing_moe", "BailingMoEModel", "BailingMoEBlock", False),
+        ("llama", "LlamaModel", "LlamaDecoderLayer", False),
+        ("deepseek_v2", "DeepseekV2Model", "DeepseekV2DecoderLayer", True),
+    ],
+)
+def test_captures_as_sglangs_own_setter_does(module: str, stack: str, layer: str, gathers: bool) -> None:
+    """Which of the two ways SGLang's own stack asks for; one layer class offers both to two stacks."""
+    found = importlib.import_module(f"sglang.srt.models.{module}")
+    made = [cls.__new__(cls) for cls in (getattr(found, layer), getattr(found, stack))]
+    assert capture._gathers(*made) == gathers

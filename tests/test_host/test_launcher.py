@@ -21,6 +21,7 @@ def flags(**changes):
         "attn_cp_size": 1,
         "enable_prefill_cp": False,
         "enable_pdmux": False,
+        "enable_multi_layer_eagle": False,
         "speculative_draft_model_quantization": None,
         "_speculative_draft_quantization_explicitly_set": False,
         "speculative_num_steps": 3,
@@ -56,13 +57,21 @@ def test_adjusted_draft_tokens_are_said_with_the_effective_values(tmp_path, stri
 
 
 def test_every_problem_is_found_at_once(tmp_path):
-    args = flags(pp_size=2, enable_two_batch_overlap=True, attn_dp_size=2, attn_cp_size=2, enable_pdmux=True)
+    args = flags(
+        pp_size=2,
+        enable_two_batch_overlap=True,
+        attn_dp_size=2,
+        attn_cp_size=2,
+        enable_pdmux=True,
+        enable_multi_layer_eagle=True,
+    )
     assert found(args, 5, spec(tmp_path)) == [
         ("error", "pipeline_parallel"),
         ("error", "two_batch_overlap"),
         ("error", "attention_data_parallel"),
         ("error", "context_parallel"),
         ("error", "prefill_multiplexing"),
+        ("error", "multi_layer_eagle"),
         ("warning", "draft_tokens_adjusted"),
     ]
 

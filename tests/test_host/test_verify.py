@@ -16,6 +16,7 @@ from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import verify
 from sglang_eagle3_ext.host.verify import Heads, Shape, TreeVerify
+from sglang_eagle3_ext.spec import AssemblyPlan
 
 interpret(split_merge, tree_verify_gqa, tree_verify_mla)
 
@@ -217,6 +218,7 @@ class Runner(SimpleNamespace):
 
     def __init__(self, *layers: Any, latent: int | None = None, **changes: Any) -> None:
         config = {"is_encoder_decoder": False, "kv_lora_rank": latent, "hf_text_config": SimpleNamespace()}
+        config["hf_config"] = SimpleNamespace(architectures=["LlamaForCausalLM"])
         config |= {key: changes.pop(key) for key in list(changes) if key in config}
         stored = changes.pop("stored", "unquantized")
         facts = {
@@ -230,6 +232,7 @@ class Runner(SimpleNamespace):
             "req_to_token_pool": SimpleNamespace(size=4, req_to_token=torch.zeros(4, 9, dtype=torch.int32)),
             "spec_algorithm": SimpleNamespace(is_eagle3=lambda: True),
             "is_draft_worker": False,
+            "spec_aux_config": SimpleNamespace(eagle_aux_hidden_state_layer_ids=AssemblyPlan.__new__(AssemblyPlan)),
         }
         super().__init__(**(facts | changes))
 
@@ -293,6 +296,14 @@ def test_what_the_kernels_take_is_not_left_to_stock(settings: SimpleNamespace) -
             "a window or a logit cap on latent attention",
         ),
         ({"is_encoder_decoder": True}, "not served together with an encoder"),
+        (
+            {"spec_aux_config": SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1, 5, 9])},
+            "not served together with a draft that is served by stock's rules",
+        ),
+        (
+            {"hf_config": SimpleNamespace(architectures=["MiniMaxM3SparseForCausalLM"])},
+            "not served together with trees on MiniMax's sparse attention",
+        ),
         ({"kv_cache_dtype": torch.uint8}, "a pool in torch.uint8 under queries in torch.bfloat16"),
         ({"dtype": torch.float64, "kv_cache_dtype": torch.float64}, "queries in torch.float64"),
         (

@@ -299,7 +299,9 @@ def test_a_tree_that_comes_after_its_plan_is_read_again(runner: Any, ours: Any, 
     ours.update_verify_buffers_to_fill_after_draft(forward.spec_info, cuda_graph_bs=None)
 
 
-def test_prefill_stays_stocks(runner: Any, ours: Any, stock: Any, layer: Any) -> None:
+@pytest.mark.parametrize("has_image", [False, True])
+def test_prefill_stays_stocks(runner: Any, ours: Any, stock: Any, layer: Any, has_image: bool) -> None:
+    """Gemma's multimodal models put a mask of their own into the metadata of a prefill with an image."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     batch = draw(runner, layer)
@@ -313,6 +315,10 @@ def test_prefill_stays_stocks(runner: Any, ours: Any, stock: Any, layer: Any) ->
         forward.extend_seq_lens, forward.extend_seq_lens_cpu = counts, counts.tolist()
         forward.seq_lens = forward.seq_lens + Q
         backend.init_forward_metadata(forward)
+        if has_image:
+            cells = [Q * (length + Q) for length in CASE.lengths]
+            backend.forward_metadata.custom_mask = torch.ones(sum(cells), dtype=torch.bool)
+            backend.forward_metadata.mask_indptr = offsets(cells).long()
         got.append(run_layer(backend, batch, layer, forward))
     assert torch.equal(*got)
     assert ours.tree_verify._step is None

@@ -61,8 +61,10 @@ def verify(
 def step(arch: int) -> None:
     """Make what all layers of a step share: plan, and bits of both layouts in one word and in two."""
     indptr = torch.tensor([0, 64], dtype=torch.int32)
-    plan_splits(indptr, target=16)
-    plan_splits(indptr, target=16, batch_invariant=True)
+    for requests in (1, 3, 16):  # Triton specialises on a number that is 1, and on multiples of 16
+        batch = torch.arange(requests + 1, dtype=torch.int32) * 64
+        plan_splits(batch, target=16)
+        plan_splits(batch, target=16, batch_invariant=True)
     for num_draft in (1, 8, 65):
         for layout in get_args(MaskLayout):
             pack_mask(torch.empty(num_draft * (64 + num_draft), dtype=torch.bool), indptr, num_draft, layout=layout)

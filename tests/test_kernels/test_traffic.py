@@ -157,8 +157,8 @@ AS_STOCK = {
     "chain-splitkv": (CHAIN._replace(lengths=(128, 100)), verify_splitkv),
 }
 """Cases with what computes them in SGLang. A window only with a chain: there a token's depth is its row, which is what
-SGLang takes for its position. ``verify_splitkv`` cuts every context in four, and of a part without keys multiplies by 0 what lay in
-its scratch memory: NaN, if that was NaN."""
+SGLang takes for its position. ``verify_splitkv`` cuts every context in four, and of a part without keys multiplies by 0
+what lay in its scratch memory: NaN, if that was NaN."""
 
 
 @pytest.mark.host
