@@ -95,7 +95,16 @@ def _without_traceback() -> Iterator[None]:
 
 
 def _override(args: Any) -> Mapping[str, Any] | None:
-    return config.ext_override(json.loads(args.json_model_override_args or "{}"))
+    text = args.json_model_override_args or "{}"
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"--json-model-override-args: got {error}; expected a JSON object. Check the quotes."
+        ) from error
+    if not isinstance(given, dict):
+        raise CheckpointError(f"--json-model-override-args: got {text}; expected a JSON object. Write one.")
+    return config.ext_override(given)
 
 
 def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Iterator[Finding]:

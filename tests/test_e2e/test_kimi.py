@@ -87,7 +87,10 @@ def predict(draft: ReferenceDraft, text: kimi.Text, flags: tuple[str, ...]) -> C
 
 
 # A Llama-type draft in trees is served in test_host/features_under_load.py.
-@pytest.mark.parametrize(("kind", "shape"), [("latent", "chain"), ("latent", "tree"), ("grouped", "chain")])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [pytest.param("latent", "chain", marks=pytest.mark.soak), ("latent", "tree"), ("grouped", "chain")],
+)
 def test_a_draft_is_served_as_the_reference_predicts(
     kind: str, shape: str, target: Target, drafts: Callable[[str], Path], results: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import write_draft
 
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
 from sglang_eagle3_ext.host import launcher
 from sglang_eagle3_ext.host.launcher import flag_findings
@@ -74,6 +75,12 @@ def test_every_problem_is_found_at_once(tmp_path):
         ("error", "multi_layer_eagle"),
         ("warning", "draft_tokens_adjusted"),
     ]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "[" * 9999])
+def test_an_override_that_is_no_object_is_refused(text):
+    with pytest.raises(CheckpointError, match="^--json-model-override-args: got .*; expected a JSON object"):
+        launcher._override(SimpleNamespace(json_model_override_args=text))
 
 
 @pytest.mark.host
