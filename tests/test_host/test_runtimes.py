@@ -23,6 +23,11 @@ HERE = Path(__file__).parent
     [
         pytest.param("draft_model", {}, id="drafts are served as the reference computes them"),
         pytest.param("mla_draft_model", {}, id="so are drafts with latent attention"),
+        pytest.param(
+            "exported_mla",
+            {"SGLANG_PLATFORM": "eagle3_ext"},
+            id="and, exported for stock, they are computed by its own class",
+        ),
         pytest.param("capture_targets", {}, id="every target class hands out the states asked for"),
         pytest.param("target_proof", {}, id="captured states are proved before the server is ready"),
         pytest.param("tensor_parallel", {}, id="two ranks compute, capture and prove what one does"),

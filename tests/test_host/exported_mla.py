@@ -1,6 +1,6 @@
 """MLA drafts that ``export --for stock`` wrote, in SGLang's own class for them, against the original in ours.
 
-Run by ``test_export_mla.py`` in a process of its own, since SGLang's runtime belongs to one.
+Run by ``test_runtimes.py`` in a process of its own, since SGLang's runtime belongs to one.
 """
 
 from __future__ import annotations
