@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_eagle3_ext.errors import UnsupportedError
-from sglang_eagle3_ext.host import switches
+from sglang_eagle3_ext.host import contract, doctor, switches
 
 pytestmark = pytest.mark.host
 
@@ -69,8 +69,6 @@ print(json.dumps([t for t, hooks in HookRegistry._hooks.items() for _, h, s in h
     ],
 )
 def test_hooks_follow_the_switch_and_the_filter(env: Mapping[str, str], placed: bool) -> None:
-    from sglang_eagle3_ext.host import contract
-
     hooks = set(json.loads(run(PLACED, env)))
     seams = {r.target for r in contract.ROWS if r.kind == "hook" and r.when == "start"}
     assert hooks == (seams if placed else set())
@@ -85,29 +83,40 @@ def test_a_switch_that_is_neither_on_nor_off_is_named(monkeypatch: pytest.Monkey
     assert "EAGLE3_EXT_WATCH: got '2'" in str(caught.value)
 
 
-def doctor(env: Mapping[str, str], cwd: Path) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+def test_doctor_is_content_here(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3_EXT", "SGLANG_"))}
     done = subprocess.run(
         [sys.executable, "-m", "sglang_eagle3_ext.cli", "doctor", "--json"],
         capture_output=True,
         text=True,
-        env=clean | dict(env),
-        cwd=cwd,
+        env=clean | {"SGLANG_PLATFORM": "eagle3_ext"},
+        cwd=tmp_path,
         timeout=300,
     )
     report = json.loads(done.stdout)
-    checks: dict[str, list[tuple[str, str]]] = {}
-    for check in report["checks"]:
-        checks.setdefault(check["name"], []).append((check["status"], check["text"]))
-    assert report["ok"] is (done.returncode == 0)
-    return done.returncode, checks
+    checks = {check["name"]: check for check in report["checks"]}
+    assert done.returncode == 0
+    assert report["ok"] is True
+    assert checks["model class"]["status"] == "ok"
+    assert "eagle3_cpu" in checks["platform"]["text"]
 
 
-def test_doctor_is_content_here(tmp_path: Path) -> None:
-    code, checks = doctor({"SGLANG_PLATFORM": "eagle3_ext"}, tmp_path)
-    assert code == 0
-    assert checks["model class"][0][0] == "ok"
-    assert "eagle3_cpu" in checks["platform"][0][1]
+@pytest.fixture
+def quick_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Leave out what a doctor that is content has examined above: SGLang's symbols and a fresh process of it."""
+    monkeypatch.setattr(contract, "problems", list)
+    monkeypatch.setattr(doctor, "_fresh_process", list)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def failures(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    code = doctor.run(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    failed = {check["name"]: check["text"] for check in report["checks"] if check["status"] == "FAIL"}
+    assert code == (1 if failed else 0)
+    assert report["ok"] is not bool(failed)
+    return failed
 
 
 @pytest.mark.parametrize(
@@ -118,15 +127,30 @@ def test_doctor_is_content_here(tmp_path: Path) -> None:
         pytest.param({"EAGLE3_EXT": "perhaps"}, "switches", "EAGLE3_EXT", id="switch"),
     ],
 )
-def test_doctor_fails_and_says_why(env: Mapping[str, str], name: str, words: str, tmp_path: Path) -> None:
-    code, checks = doctor(env, tmp_path)
-    assert code == 1
-    assert any(status == "FAIL" and words in text for status, text in checks[name])
+def test_doctor_fails_and_says_why(
+    env: Mapping[str, str],
+    name: str,
+    words: str,
+    quick_doctor: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not failures(capsys)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    failed = failures(capsys)
+    assert list(failed) == [name]
+    assert words in failed[name]
 
 
-def test_doctor_sees_a_shadowing_folder(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").touch()
-    code, checks = doctor({}, tmp_path)
-    assert code == 1
-    assert any(status == "FAIL" and "kernels" in text for status, text in checks["imports"])
+def test_doctor_sees_a_shadowing_folder(
+    quick_doctor: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (quick_doctor / "kernels").mkdir()
+    (quick_doctor / "kernels" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in `python -m`
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
+        monkeypatch.delitem(sys.modules, name)
+    failed = failures(capsys)
+    assert list(failed) == ["imports"]
+    assert "kernels" in failed["imports"]

@@ -1,6 +1,6 @@
 """Prompts of our own writing from which the target generates the training text of the demo draft.
 
-``questions.txt`` holds some 9600 questions, each worded on its own, about ``TOPICS``, about others and about
+``questions.txt`` holds some 16000 questions, each worded on its own, about ``TOPICS``, about others and about
 nothing in particular. ``questions_validation.txt``, on twelve topics of its own, chooses the checkpoint; the topics of
 the unseen half of ``../prompts_eval.json`` occur in neither. A test of disjointness is part of
 ``evaluate.py``.
