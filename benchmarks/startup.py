@@ -2,9 +2,10 @@
 
 Every process of SGLang loads its plugins, also those that serve no draft. Measured in fresh processes that
 have imported what a launcher imports, interleaved, with the plugin and with it filtered out
-(``SGLANG_PLUGINS`` names no plugin): the call that loads the plugins, and the whole process. With
-``--servers`` also the time from the command to the first answered health check of a server with a draft,
-with the plugin and with ``EAGLE3_EXT=off``. Writes benchmarks/results/startup.json.
+(``SGLANG_PLUGINS`` names no plugin): the call that loads the plugins, and the whole process; in a launcher
+with a draft also the settling of its flags, where the draft is read and checked, with the plugin and with
+``EAGLE3_EXT=off``. With ``--servers`` also the time from the command to the first answered health check of a server
+with a draft. Writes benchmarks/results/startup.json.
 """
 
 from __future__ import annotations
@@ -30,17 +31,25 @@ from sglang_eagle3_ext.host.servers import Server, running
 OUT = ROOT / "benchmarks" / "results" / "startup.json"
 
 PROCESS = """
-import time
-import sglang.launch_server
-from sglang.srt.plugins import load_plugins
+import json, sys, time
+from sglang.launch_server import load_plugins, prepare_server_args
 start = time.perf_counter()
 load_plugins()
-print("loaded in", time.perf_counter() - start)
+took = {"load_plugins": time.perf_counter() - start}
+if sys.argv[1:]:
+    start = time.perf_counter()
+    prepare_server_args(sys.argv[1:]).resolve_once()
+    took["flags"] = time.perf_counter() - start
+print("took", json.dumps(took))
 """
 PROCESSES: dict[str, Mapping[str, str]] = {
     "with the plugin": {},
     "filtered out": {"SGLANG_PLUGINS": "none"},
     "with the plugin, CPU platform": {"SGLANG_PLATFORM": "eagle3_ext"},
+}
+LAUNCHERS: dict[str, Mapping[str, str]] = {
+    "launcher, with the plugin": {"SGLANG_PLATFORM": "eagle3_ext"},
+    "launcher, EAGLE3_EXT=off": {"SGLANG_PLATFORM": "eagle3_ext", "EAGLE3_EXT": "off"},
 }
 SERVERS: dict[str, Mapping[str, str]] = {"with the plugin": {}, "EAGLE3_EXT=off": {"EAGLE3_EXT": "off"}}
 
@@ -51,27 +60,34 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"} | dict(extra)
 
 
-def time_process(extra: Mapping[str, str]) -> dict[str, float]:
-    """Run one process; return the seconds of the whole and of loading the plugins."""
+def flags(target: Path) -> list[str]:
+    """Return the flags of a server with the demo's draft."""
+    words = ["--model-path", str(target), *CPU_FLAGS, "--skip-server-warmup", "--sleep-on-idle"]
+    words += ["--max-total-tokens", "8192"]
+    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT)]
+    return words + [
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    ]
+
+
+def time_process(extra: Mapping[str, str], words: Sequence[str] = ()) -> dict[str, float]:
+    """Run one process; return the seconds of the whole, of loading the plugins and of settling flags, if any."""
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS],
+        [sys.executable, "-c", PROCESS, *words],
         env=clean_environment(extra),
         capture_output=True,
         text=True,
         check=True,
     )
     whole = time.perf_counter() - start
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("loaded in "))
-    return {"process": whole, "load_plugins": float(line.removeprefix("loaded in "))}
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("took "))
+    return {"process": whole, **json.loads(line.removeprefix("took "))}
 
 
 def time_server(name: str, extra: Mapping[str, str], target: Path, folder: Path) -> dict[str, float]:
     """Start one server with the demo's draft; return the seconds until it answers."""
-    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *CPU_FLAGS]
-    words += ["--skip-server-warmup", "--sleep-on-idle", "--max-total-tokens", "8192"]
-    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT)]
-    words += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    words = [sys.executable, "-m", "sglang.launch_server", *flags(target)]
     environment = {"SGLANG_PLATFORM": "eagle3_ext", "OMP_NUM_THREADS": "1", **extra}
     start = time.perf_counter()
     with running([Server(name, words, folder / "startup.log", environment)]):
@@ -107,12 +123,14 @@ def main() -> None:
     if warning := bench.busy(machine):
         print(warning)
     target = make_target()
-    processes: dict[str, list[dict[str, float]]] = {name: [] for name in PROCESSES}
+    processes: dict[str, list[dict[str, float]]] = {name: [] for name in (*PROCESSES, *LAUNCHERS)}
     servers: dict[str, list[dict[str, float]]] = {name: [] for name in SERVERS}
     time_process({})  # fills the file cache
     for _ in tqdm(range(options.rounds), desc="processes"):
         for name, extra in PROCESSES.items():
             processes[name].append(time_process(extra))
+        for name, extra in LAUNCHERS.items():
+            processes[name].append(time_process(extra, flags(target)))
     for _ in tqdm(range(options.servers), desc="servers"):
         for name, extra in SERVERS.items():
             servers[name].append(time_server(name, extra, target, ROOT / ".demo"))

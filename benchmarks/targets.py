@@ -31,6 +31,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "classes": Part(ROOT / "tests" / "test_host" / "capture_targets.py", "CAPTURE_RESULTS"),
+    "ranks": Part(ROOT / "tests" / "test_host" / "tensor_parallel.py", "RANKS_RESULTS"),
     "load": Part(ROOT / "tests" / "test_host" / "features_under_load.py", "LOAD_RESULTS"),
     "kimi": Part(ROOT / "tests" / "test_e2e" / "test_kimi.py", "KIMI_RESULTS"),
 }
@@ -54,8 +55,8 @@ states for the same weights and functions (largest difference in units of the la
 `residual_batch.snapshot` at the entry of each layer (`=`: equal bit for bit). transformers {transformers}, PyTorch
 {torch}.
 
-| target class | serves | stock reads id k as | stock captures boundary n | transformers | snapshot |
-|---|---|---|---|---|---|
+| target class | serves | stock reads id k as | stock captures boundary n | transformers | snapshot | two ranks |
+|---|---|---|---|---|---|---|
 """
 
 NOTES = """
@@ -77,18 +78,39 @@ NOTES = """
   an error.
 """
 
+RANKS = """
+## Tensor parallelism
+
+Each class that serves states was built again on two ranks (gloo), with stand-ins of which each rank computes some of
+the columns, so that SGLang's boundaries have to sum over the ranks (Gemma-3's layers sum by themselves; its stand-ins
+are whole). `=` under *two ranks*: what reaches the draft is, on both ranks and bit for bit, what one rank hands out,
+and the proof at start agrees on each.
+
+With their own attention and experts, these were brought up with a draft by SGLang's workers, on one rank and on two, in
+float32. States of whole prompts, of chunks, of requests beside each other and of single tokens were compared with
+transformers' for the same weights:
+
+| target class | largest difference, in units of the largest value |
+|---|---|
+{rows}
+There, too, both ranks hand out the same bits, and the draft's `fc`, of which each rank holds half the columns, reads
+the states in the order that the draft declares, which was not that of the target's layers. Gemma-3's layers all
+attended to everything: the CPU platform has no sliding windows. Experts that ranks share out whole (`--ep-size`) do not
+run on that platform and were not tested.
+"""
+
 LOAD = """
 ## Under load
 
-A scheduler of SGLang's, on the CPU platform, with a Kimi-K2.5 in miniature ({layers} layers, latent attention, experts,
-random weights, float32) and a draft trained on `{sources}`: {requests} requests, trees of {draft_tokens} tokens,
-prompts in chunks of {chunk} tokens, {cached} prompt tokens out of the radix cache, up to {widest} lengths side by side,
-{retractions} retraction(s), {aborted} requests aborted. Every row that the draft was fed ({rows} of them) is the row
-that transformers computes for that position of that text alone (largest difference {states:.1e} in units of the
-largest value), and so is every row of the draft's own cache ({cache_rows} of them, {keys:.1e}). The same test sees
-rows that are moved within a batch, behind a cached prefix, or in verification. One at a time, {alone[answers]} answers
-took {alone[verify_steps]} verify steps: an accept length of {alone[accept_length]}, {alone[predicted]} by the
-reference.
+A scheduler of SGLang's on the CPU platform, as one rank and then as two, with a Kimi-K2.5 in miniature ({layers}
+layers, latent attention, experts, random weights, float32) and a draft trained on `{sources}`: {requests} requests,
+trees of {draft_tokens} tokens, prompts in chunks of {chunk} tokens, {cached} prompt tokens out of the radix cache, up
+to {widest} lengths side by side, {retractions} retraction(s), {aborted} requests aborted. Every row that the draft was
+fed ({rows} of them, on all three ranks) is the row that transformers computes for that position of that text alone
+(largest difference {states:.1e} in units of the largest value), and so is every row of the draft's own cache
+({cache_rows} of them, {keys:.1e}). The same test sees rows that are moved within a batch, behind a cached prefix, or in
+verification. One at a time on one rank, {alone[answers]} answers took {alone[verify_steps]} verify steps: an accept
+length of {alone[accept_length]}, {alone[predicted]} by the reference.
 """
 
 KIMI = """
@@ -121,7 +143,7 @@ def read_results() -> dict[str, Any]:
     return results
 
 
-def row(name: str, found: dict[str, Any], reading: StockReading, every: int) -> str:
+def row(name: str, found: dict[str, Any], reading: StockReading, every: int, on_ranks: bool) -> str:
     """Write one class as a line of the table."""
     serves = found["serves"]
     if len(serves) == every:
@@ -132,7 +154,7 @@ def row(name: str, found: dict[str, Any], reading: StockReading, every: int) -> 
     stock = (READS[reading.ids], last) if found["measured"] else ("", "")
     difference = found["max_difference"]
     hf = f"`{found['transformers']}` {f'{difference:.0e}' if difference else '='}" if found["transformers"] else ""
-    cells = (f"`{name}`", words or "nothing", *stock, hf, "=" if found["snapshot"] else "")
+    cells = (f"`{name}`", words or "nothing", *stock, hf, "=" if found["snapshot"] else "", "=" if on_ranks else "")
     return "| " + " | ".join(cells) + " |\n"
 
 
@@ -141,9 +163,16 @@ def page(results: dict[str, Any]) -> str:
     classes = results["classes"]
     every = max(len(found["serves"]) for found in classes.values())
     layers = max(found["layers"] for found in classes.values())
-    rows = [row(name, found, STOCK_READINGS[name.split()[0]], every) for name, found in sorted(classes.items())]
+    ranks, load, kimi = results.get("ranks"), results.get("load"), results.get("kimi")
+    alike = set(ranks["classes"]) if ranks is not None else set()
+    rows = [
+        row(name, found, STOCK_READINGS[name.split()[0]], every, name in alike)
+        for name, found in sorted(classes.items())
+    ]
     text = INTRODUCTION.format(layers=layers, **results["versions"]) + "".join(rows) + NOTES
-    load, kimi = results.get("load"), results.get("kimi")
+    if ranks is not None:
+        served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in ranks["served"].items())
+        text += RANKS.format(rows="".join(served))
     if load is not None:
         text += LOAD.format(**load)
     if kimi is not None:

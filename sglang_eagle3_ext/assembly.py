@@ -55,6 +55,7 @@ MAX_SOURCES = 8
 AMBIGUITIES = frozenset(
     {
         "layer_ids_two_readings",
+        "layer_types",
         "mla_use_nope",
         "no_sources_declared",
         "norm_output_two_meanings",
@@ -176,7 +177,7 @@ def plan(spec: DraftSpec, target: TargetFacts) -> AssemblyPlan:
     else:
         listed = _resolve(spec, target, findings)
         origins["boundaries"] = origins["sources"]
-        findings += _check_sources(spec, target, listed)
+        findings += [*_check_list(spec, listed), *_check_depth(spec, target, listed)]
     boundaries = tuple(sorted(listed, key=_rank)) if spec.order == "ascending" else listed
     findings += _check_pair(spec, target, boundaries)
     findings += _check_positions(spec, target)
@@ -266,11 +267,33 @@ def _report_default(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[B
     return findings
 
 
-def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
-    """Check that the declared sources, as listed, exist on the target and are distinct."""
-    n = target.num_layers
-    findings: list[Finding] = []
+def _check_list(spec: DraftSpec, sources: Sequence[object]) -> Iterator[Finding]:
+    """Check what needs no target: that the declared sources, in any spelling, are distinct, and their number."""
     key = f"{spec.path}/config.json:sources"
+    texts = [source.text for source in spec.sources or ()]
+    repeated = dict.fromkeys(
+        f"boundary {source}" if isinstance(source, int) else text
+        for i, (source, text) in enumerate(zip(sources, texts, strict=True))
+        if source in sources[:i]
+    )
+    if repeated:
+        yield Finding(
+            "error",
+            "duplicate_source",
+            f"{key}: got {texts}, which names {', '.join(repeated)} more than once; every source must be another "
+            "state. Remove the repetition or correct it.",
+        )
+    if not 1 <= len(sources) <= MAX_SOURCES:
+        yield Finding(
+            "error",
+            "source_count",
+            f"{key}: got {len(sources)} sources; expected 1 to {MAX_SOURCES}. Correct the list.",
+        )
+
+
+def _check_depth(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> Iterator[Finding]:
+    """Check that the declared sources, as listed, exist on the target."""
+    n = target.num_layers
     texts = [source.text for source in spec.sources or ()]
     beyond = [
         f"{text} (boundary {b})"
@@ -278,33 +301,12 @@ def _check_sources(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bo
         if b != "final_norm" and not 0 <= b <= n
     ]
     if beyond:
-        findings.append(
-            Finding(
-                "error",
-                "source_beyond_depth",
-                f"{key}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in 0..{n}. Check "
-                f"that {target.path} is the target this draft was trained for.",
-            )
+        yield Finding(
+            "error",
+            "source_beyond_depth",
+            f"{spec.path}/config.json:sources: got {', '.join(beyond)} for a target of {n} layers; every boundary must "
+            f"be in 0..{n}. Check that {target.path} is the target this draft was trained for.",
         )
-    repeated = [str(b) for b in dict.fromkeys(boundaries) if boundaries.count(b) > 1]
-    if repeated:
-        findings.append(
-            Finding(
-                "error",
-                "duplicate_source",
-                f"{key}: got {texts}, which names boundary {', '.join(repeated)} more than once; every source must be "
-                "another state. Remove the repetition or correct it.",
-            )
-        )
-    if not 1 <= len(boundaries) <= MAX_SOURCES:
-        findings.append(
-            Finding(
-                "error",
-                "source_count",
-                f"{key}: got {len(boundaries)} sources; expected 1 to {MAX_SOURCES}. Correct the list.",
-            )
-        )
-    return findings
 
 
 def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boundary]) -> list[Finding]:
@@ -358,30 +360,31 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
 def positions(spec: DraftSpec) -> int:
     """Count the positions a draft has by its own config, as SGLang's ``get_context_length`` counts them."""
     scaling = spec.rope.scaling or {}
-    is_stretched = scaling.get("rope_type") != "llama3" and "original_max_position_embeddings" not in scaling
-    factor = scaling.get("factor", 1) if is_stretched else 1
+    # Of the kinds that have a factor only this one does not say, itself or by default, where it starts from.
+    factor = scaling["factor"] if scaling.get("rope_type") == "linear" else 1
     return int(factor * spec.max_position_embeddings)
 
 
 def _check_positions(spec: DraftSpec, target: TargetFacts) -> Iterator[Finding]:
     """Check that the draft can follow the target through its whole context."""
-    if not _is_too_short(spec, target):
-        return
-    scaling = spec.rope.scaling or {}
-    place = f"{spec.path}/config.json:max_position_embeddings: got {positions(spec)} positions"
-    if scaling.get("rope_type") == "dynamic":
+    scaling, key = spec.rope.scaling or {}, "original_max_position_embeddings"
+    if scaling.get("rope_type") == "longrope" and target.context is not None and scaling[key] < target.context:
         yield Finding(
-            "error",
+            "warning",
             "short_context",
-            f"{place} with dynamic rope scaling, whose angles depend on them; expected at least the {target.context} "
-            f"of {target.path}. Serve with --context-length {positions(spec)}.",
+            f"{spec.path}/config.json:rope_scaling: got longrope with {key} {scaling[key]}; {target.path} is served "
+            f"with {target.context}, expected at most {scaling[key]}. From that position on SGLang takes long_factor, "
+            "for all requests of a batch at once and not for keys already cached, so that drafts may be accepted less "
+            f"often. Serve with --context-length {scaling[key]} to rule it out.",
         )
+    if not _is_too_short(spec, target):
         return
     yield Finding(
         "info",
         "short_context",
-        f"{place}; {target.path} is served with {target.context}. The same rotation goes on to the target's last "
-        "position; drafts beyond the trained length may be accepted less often.",
+        f"{spec.path}/config.json:max_position_embeddings: got {positions(spec)} positions; {target.path} is served "
+        f"with {target.context}. The same rotation goes on to the target's last position; drafts beyond the trained "
+        "length may be accepted less often.",
     )
 
 
@@ -432,15 +435,41 @@ def _differences(
 
 def findings_without_target(spec: DraftSpec) -> tuple[Finding, ...]:
     """List what is wrong or doubtful about a draft whose target is not known, ambiguities as ``strict`` has them."""
+    findings = list(spec.findings)
     if spec.sources is not None:
-        return apply_strict(spec, spec.findings)
-    undeclared = Finding(
-        "warning",
-        "no_sources_declared",
-        f"{spec.path}/config.json: names no hidden states; expected the ones that it was trained on. Of a target of n "
-        f"layers stock's default would be taken, boundaries [2, n // 2, n - 3]. {_declare(spec, 'TARGET')}",
+        # All ids of a draft are read alike, so that they differ on every target or on none.
+        findings += _check_list(spec, [(source.kind, source.index) for source in spec.sources])
+        # No reading of an id lies above the one as an output.
+        lowest = 0 if spec.layer_ids == "boundary" else -1
+        if below := [s.text for s in spec.sources if s.kind == "id" and s.index is not None and s.index < lowest]:
+            findings.append(
+                Finding(
+                    "error",
+                    "source_beyond_depth",
+                    f"{spec.path}/config.json:sources: got {', '.join(below)}, which no target has; expected ids of at "
+                    f"least {lowest}. Correct the list.",
+                )
+            )
+        return apply_strict(spec, findings)
+    findings.append(
+        Finding(
+            "warning",
+            "no_sources_declared",
+            f"{spec.path}/config.json: names no hidden states; expected the ones that it was trained on. Of a target "
+            f"of n layers stock's default would be taken, boundaries [2, n // 2, n - 3]. {_declare(spec, 'TARGET')}",
+        )
     )
-    return apply_strict(spec, (*spec.findings, undeclared))
+    # Stock's default has three states on every target, which must be as wide as the draft says.
+    if spec.fc_in not in (None, 3 * spec.target_hidden_size) and all(f.code != "fc_width" for f in spec.findings):
+        findings.append(
+            Finding(
+                "error",
+                "fc_width",
+                f"{spec.path}:fc.weight: reads {spec.fc_in} columns, got 3 sources of width {spec.target_hidden_size} "
+                f"by stock's default; both must be equal. {_declare(spec, 'TARGET')}",
+            )
+        )
+    return apply_strict(spec, findings)
 
 
 def _declare(spec: DraftSpec, target: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import json
 import os
@@ -12,8 +13,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext import __version__, assembly, formats, probe, resave
-from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
-from sglang_eagle3_ext.spec import AssemblyPlan, Attention, DraftSpec, Finding, Source, TargetFacts
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError, first_line
+from sglang_eagle3_ext.spec import AssemblyPlan, Attention, DraftSpec, Finding, Source, TargetFacts, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open as long as the process lives)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The name of a file need not be text, and is written as it is.
-        sys.stdout.reconfigure(errors="surrogateescape")
+        # The name of a file need not be text, and is written as it is where the terminal takes any text.
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -80,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 141
+        place = error.filename or "a file or the output"
         print(
-            f"sglang-eagle3: got {error}; expected places that can be read and written. Check them and their room.",
+            f"sglang-eagle3: {place}: got {error.strerror or first_line(error)}; expected a place that can be read and "
+            "written and has room. Check its rights and the disk.",
             file=sys.stderr,
         )
         return 1
@@ -136,12 +140,16 @@ def _override(text: str) -> Mapping[str, Any]:
     """Read ``--override``: an ``eagle3_ext`` object, alone or under its key as the server takes it."""
     try:
         value = json.loads(text)
+        # Half of a surrogate pair is JSON and no text.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f'{error}; expected JSON such as \'{{"sources": ["embed"]}}\'') from error
+        raise argparse.ArgumentTypeError(
+            f'got {error}; expected JSON such as \'{{"sources": ["embed"]}}\'. Check the quotes.'
+        ) from error
     if isinstance(value, dict) and set(value) == {"eagle3_ext"}:
         value = value["eagle3_ext"]
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"got {value!r}; expected a JSON object")
+        raise argparse.ArgumentTypeError(f"got {value!r}; expected a JSON object. Write one.")
     return value
 
 
@@ -179,11 +187,11 @@ def _inspect(args: argparse.Namespace) -> int:
             spec, args.target if plan else None, target_revision=args.target_revision, progress=_progress
         )
     if args.json:
-        print(json.dumps(_as_json(spec, plan, findings), indent=2))
+        print(json.dumps(_as_json(spec, plan, findings), indent=2, allow_nan=False))
     elif spec is not None:
-        print("\n".join(_as_text(spec, plan, findings)))
+        print("\n".join(map(printable, _as_text(spec, plan, findings))))
         if args.trace:
-            print("\n" + "\n".join(_trace(spec, plan)))
+            print("\n" + "\n".join(map(printable, _trace(spec, plan))))
     return 1 if any(f.severity == "error" for f in findings) else 0
 
 
@@ -228,8 +236,8 @@ def _as_json(spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterab
     return result | {
         "format": spec.format,
         "architecture": spec.architecture,
-        "sources": _texts(spec, plan),
-        "boundaries": list(plan.boundaries) if plan else None,
+        "sources": _texts(spec, plan) or None,
+        "boundaries": list(plan.boundaries) or None if plan else None,
         "order": spec.order,
         "sources_from": spec.origins.get("sources"),
         "num_sources": spec.num_sources,
@@ -350,7 +358,9 @@ def _as_text(spec: DraftSpec, plan: AssemblyPlan | None, findings: Sequence[Find
             yield from (f"  {difference}" for difference in plan.differences)
     if findings:
         yield ""
-        yield from (f"{f.severity:<8} {f.code}\n         {f.message}" for f in findings)
+        for finding in findings:
+            yield f"{finding.severity:<8} {finding.code}"
+            yield f"         {finding.message}"
     errors = sum(f.severity == "error" for f in findings)
     yield ""
     yield f"cannot be served: {errors} error{'s' * (errors > 1)}" if errors else "can be served"

@@ -1,7 +1,8 @@
-"""The two exceptions that a user of this package can meet, and how those of others are quoted."""
+"""The two exceptions that a user of this package can meet, and how those of others are put into words."""
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,18 @@ class CheckpointError(ValueError):
 def first_line(error: BaseException) -> str:
     """Quote an error of someone else's in one line: the first of its message, or its name where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def whole_number(text: str) -> int:
+    """Read a number of the command line; ``argparse`` by itself would name a function of ours instead of a remedy.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"got {text[:40]!r}; expected a whole number. Write one.") from None
 
 
 class UnsupportedError(RuntimeError):

@@ -290,7 +290,7 @@ class ReferenceDraft:
         if rows < 1 or hidden.dim() != 2 or len(hidden) < rows:
             raise ValueError(
                 f"hidden: got {list(hidden.shape)} for {len(tokens)} tokens; expected a row for each token"
-                " but the last."
+                " but the last. Capture all of them."
             )
         cache = KVCache(self.spec, self.dtype)
         return self.forward(tokens[1:], hidden[:rows], torch.arange(rows), cache), cache
@@ -507,7 +507,7 @@ def simulate_chain(
     if prompt_length < 1 or not 1 <= answer <= available or steps < 1:
         raise ValueError(
             f"tokens: got {len(tokens)} with a prompt of {prompt_length}, an answer of {answer} and {steps}"
-            " steps; expected at least one of each, and prompt and answer within the tokens."
+            " steps; expected at least one of each, and prompt and answer within the tokens. Correct the counts."
         )
     histogram = [0] * (steps + 1)
     if answer > 1:
@@ -524,6 +524,26 @@ def simulate_chain(
     return ChainResult(tuple(histogram), answer)
 
 
+def final_norm(model: Any) -> torch.nn.Module:
+    """Find the norm behind the last layer of a model of transformers; boundary n is its input.
+
+    Args:
+        model: a causal language model of transformers.
+
+    Raises:
+        UnsupportedError: its class keeps no norm where those of Llama's kind do.
+    """
+    decoder = model.get_decoder()
+    norm = getattr(decoder, "norm", None)
+    if not isinstance(norm, torch.nn.Module):
+        raise UnsupportedError(
+            f"{model.config.name_or_path or type(model).__name__}: got {type(decoder).__name__} without a module named "
+            "norm; expected one behind the last layer, at which the last boundary is caught. Let SGLang run this "
+            "target (probe --sglang), or capture its states elsewhere (probe --features)."
+        )
+    return norm
+
+
 def capture_hf(model_or_path: Any, tokens: Tensor | Sequence[int], boundaries: Sequence[Boundary]) -> Tensor:
     """Run a target in transformers and return its states at the given boundaries, side by side.
 
@@ -538,21 +558,28 @@ def capture_hf(model_or_path: Any, tokens: Tensor | Sequence[int], boundaries: S
 
     Returns:
         [T, len(boundaries) * M] in the model's dtype.
+
+    Raises:
+        UnsupportedError: boundary n cannot be caught on this class.
     """
     if isinstance(model_or_path, (str, Path)):
         from transformers import AutoModelForCausalLM
 
-        model_or_path = AutoModelForCausalLM.from_pretrained(model_or_path, dtype=torch.float32)
+        # The one form that leaves nothing out: "sdpa" drops Gemma-2's cap of the scores without a word.
+        model_or_path = AutoModelForCausalLM.from_pretrained(
+            model_or_path, dtype=torch.float32, attn_implementation="eager"
+        )
     model = model_or_path
     layers = model.config.get_text_config().num_hidden_layers
     wrong = [b for b in boundaries if b != "final_norm" and not 0 <= int(b) <= layers]
     if wrong or not boundaries:
         raise ValueError(
-            f"boundaries: got {list(boundaries)}; expected at least one, each in 0..{layers} or 'final_norm'."
+            f"boundaries: got {list(boundaries)}; expected at least one, each in 0..{layers} or 'final_norm'. "
+            "Correct them."
         )
     ids = torch.as_tensor(tokens, device=model.device).reshape(1, -1)
     before_norm: list[Tensor] = []
-    hook = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    hook = final_norm(model).register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     try:
         with torch.inference_mode():
             states = model.get_decoder()(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -706,20 +733,25 @@ def _softmax_scale(spec: DraftSpec) -> float:
 
 
 def _rope_kind(rope: Rope) -> str:
-    scaling = rope.scaling or {}
+    kind = str((rope.scaling or {}).get("rope_type", "default"))
     # On text every axis of a multimodal rotary embedding counts alike, which makes it the default one.
-    if "mrope_section" in scaling:
-        return "default"
-    return str(scaling.get("rope_type", "default"))
+    return "default" if kind == "mrope" else kind
+
+
+_MEASURE = "The reference computes no other; measure this draft with sglang-eagle3 bench."
 
 
 def _refuse_unsupported(spec: DraftSpec) -> None:
     problems = []
     ropes = _TEXT_ROPES if spec.attention.latent is None else _LATENT_ROPES
     if spec.hidden_act not in _ACTIVATIONS:
-        problems.append(f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}.")
+        problems.append(
+            f"{spec.path}: hidden_act: got {spec.hidden_act}; expected one of {', '.join(_ACTIVATIONS)}. {_MEASURE}"
+        )
     if _rope_kind(spec.rope) not in ropes:
-        problems.append(f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)}; expected one of {', '.join(ropes)}.")
+        problems.append(
+            f"{spec.path}: rope_scaling: got {_rope_kind(spec.rope)}; expected one of {', '.join(ropes)}. {_MEASURE}"
+        )
     if problems:
         raise UnsupportedError("\n".join(problems))
 
@@ -812,7 +844,7 @@ def _read_latent(a: Attention, at: str, columns: int, width: int, read: _TensorR
     """Read the latent attention of one layer, likewise."""
     size = a.latent
     if size is None:
-        raise ValueError("attention: got no latent sizes; expected those of an MLA draft.")
+        raise ValueError("attention: got no latent sizes; expected those of an MLA draft. Read it anew.")
     rank, queries = size.q_lora_rank, a.heads * a.head_dim
     return _LatentAttention(
         latent=size,
@@ -842,6 +874,6 @@ def _read_target_tensor(target: str | Path, suffix: str) -> Tensor:
     if not found:
         raise CheckpointError(
             f"{folder}: got {len(tensors)} tensors, none of which ends in {suffix}; expected the target's"
-            " own. Pass the tensor instead."
+            " own. Check that it is a causal language model, or pass the tensor instead."
         )
     return next(load_tensors(folder, {found[0]: tensors[found[0]]}))[1]

@@ -28,6 +28,7 @@ from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.formats import IGNORED, read_draft, read_pair, read_target, read_tensors
 from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, STOCK_MLA_ARCHITECTURE
 from sglang_eagle3_ext.formats.folder import locate, read_json
+from sglang_eagle3_ext.formats.values import in_parts, not_finite
 from sglang_eagle3_ext.json_text import REMOVE, Edit, edit_json
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary, DraftSpec, Finding, TargetFacts
 
@@ -93,20 +94,28 @@ def _assignment(text: str) -> tuple[str, Any]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected text in UTF-8") from error
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected text in UTF-8. Type it anew.") from error
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected KEY=VALUE such as sources=embed,layer3,layer31")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; expected KEY=VALUE such as sources=embed,layer3,layer31. Write it so."
+        )
     if key == "sources" and not value.startswith("["):
         return key, [source.strip() for source in value.split(",")]
 
     try:
         parsed = json.loads(value)
         # Numbers that JSON has no word for, 1e999 among them, stay text, which the reader refuses.
-        json.dumps(parsed, allow_nan=False)
-        return key, parsed
+        written = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
     except (ValueError, RecursionError):
         return key, value
+    try:
+        written.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, half of a surrogate pair; expected whole characters. Write both halves or neither."
+        ) from error
+    return key, parsed
 
 
 # ---- configure ------------------------------------------------------------------------------------------
@@ -447,7 +456,7 @@ def _flat_edits(engine: Engine, plan: AssemblyPlan, config: Mapping[str, Any]) -
         # Copied from the target by a trainer that attends to everything; the engines would believe it.
         for key in ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"):
             yield (key,), REMOVE
-    yield from _rope_edits(spec)
+    yield from _rope_edits(spec, config)
     bias = a.o_bias if engine == "stock" else a.qkv_bias
     for key, flag in (
         ("tie_word_embeddings", spec.lm_head == "tied"),
@@ -477,11 +486,14 @@ def _flat_edits(engine: Engine, plan: AssemblyPlan, config: Mapping[str, Any]) -
     yield (_EXT,), {"sources": [_source(boundary) for boundary in plan.capture], **ext}
 
 
-def _rope_edits(spec: DraftSpec) -> Iterator[Edit]:
-    """Write the rotary embedding out where ``eagle3_ext`` had the last word on it."""
+def _rope_edits(spec: DraftSpec, config: Mapping[str, Any]) -> Iterator[Edit]:
+    """Write the rotary embedding out where ``eagle3_ext`` had the last word on it, or stock reads what stands there."""
+    written = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    is_misread = written.get("rope_type", written.get("type")) == "dynamic" or isinstance(written.get("factor"), int)
     if spec.rope.partial_rotary_factor != 1.0:
         yield ("partial_rotary_factor",), spec.rope.partial_rotary_factor
-    if spec.origins["rope_theta"] != "config" or spec.origins["rope_scaling"] not in ("config", "default"):
+    settled = spec.origins["rope_theta"] != "config" or spec.origins["rope_scaling"] not in ("config", "default")
+    if settled or is_misread:
         yield ("rope_parameters",), REMOVE
         yield ("rope_theta",), spec.rope.theta
         yield ("rope_scaling",), None if spec.rope.scaling is None else dict(spec.rope.scaling)
@@ -495,16 +507,23 @@ def _source(boundary: Boundary) -> str:
 
 
 def _write_weights(engine: Engine, plan: AssemblyPlan, stage: Path) -> None:
-    """Write one file with the columns of fc, and the norms tied to them, in the order of capture."""
+    """Write one file with the columns of fc, and the norms tied to them, in the order of capture.
+
+    Raises:
+        CheckpointError: weights are no numbers.
+    """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     spec = plan.spec
     tensors: dict[str, torch.Tensor] = {}
+    findings: list[Finding] = []
+    stored = {canonical: f"{spec.path}/{spec.tensors[name].file}:{name}" for name, canonical in spec.weights.items()}
     total = sum(not name.startswith(IGNORED) for name in spec.weights.values())
     with _progress(total, "tensor") as advance:
         for name, tensor in read_tensors(spec):
+            findings += not_finite(stored[name], in_parts(tensor))
             if name == "d2t" and spec.vocab.map == "absolute":
                 tensor = tensor.to(torch.int64) - torch.arange(len(tensor))
             elif match := re.fullmatch(r"layers\.([1-9]\d*)\.input_layernorm\.weight", name):
@@ -513,6 +532,8 @@ def _write_weights(engine: Engine, plan: AssemblyPlan, stage: Path) -> None:
             # Cloned, since two names may share one storage in a file of PyTorch's, which safetensors refuses.
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
             advance(1)
+    if findings:
+        raise CheckpointError.from_findings(findings)
     tensors = {name: tensor.contiguous() for name, tensor in assembly.permute_tensors(tensors, plan).items()}
     try:
         save_file(tensors, stage / "model.safetensors", metadata={"format": "pt"})

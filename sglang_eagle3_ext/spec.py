@@ -44,6 +44,18 @@ class Finding:
     code: str
     message: str
 
+    def __post_init__(self) -> None:
+        # Names of files, keys and tensors stand in it, and one message is one line.
+        object.__setattr__(self, "message", printable(self.message))
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Spell out the characters of a text that end a line or steer a terminal."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -63,7 +75,7 @@ class Source:
 
 SOURCE_GRAMMAR = "embed, layerK (output of layer K), layerK.input, boundaryB, last or final_norm"
 
-_NUMBERED_SOURCE = re.compile(r"(layer|boundary)(0|[1-9][0-9]*)(\.input)?")
+_NUMBERED_SOURCE = re.compile(r"(layer|boundary)(0|[1-9][0-9]{0,8})(\.input)?")
 
 
 def parse_source(text: str) -> Source:

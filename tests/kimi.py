@@ -8,7 +8,8 @@ from a seed, so what a test trains is the same each time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,15 +88,15 @@ BOUNDARIES = (0, 4, 32)
 """What the drafts are trained on, as a user names it and as boundaries."""
 
 
-def make_target(seed: int = 0) -> Any:
-    """Make the text model in transformers.
+def make_target(layers: int = LAYERS, seed: int = 0) -> Any:
+    """Make the text model in transformers, with fewer layers if need be.
 
     What a layer adds is small beside the embedding, so that greedy text wanders instead of running in a circle, and
     half of what comes next depends on the last token alone, which a draft can learn in seconds.
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    fields = dict(TEXT)
+    fields = TEXT | {"num_hidden_layers": layers}
     scaling, theta = fields.pop("rope_scaling"), fields.pop("rope_theta")
     fields["rope_parameters"] = {**scaling, "rope_type": scaling["type"], "rope_theta": theta}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**fields)).eval()
@@ -119,7 +120,7 @@ class Text(NamedTuple):
     Attributes:
         ids: [T] tokens of prompt and answer; the states of the last one are not known.
         prompt: tokens of the prompt.
-        features: [T-1, K*M] states at :data:`BOUNDARIES`.
+        features: [T-1, K*M] states, in the order in which they were asked for.
         logits: [T-1, V].
     """
 
@@ -129,26 +130,36 @@ class Text(NamedTuple):
     logits: Tensor
 
 
+@contextmanager
+def _keeping(model: Any, boundaries: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Keep the states of the pass that ran last, [N, T, M] each, in the order of these boundaries."""
+    kept = [torch.empty(0)] * len(boundaries)
+
+    def keep(i: int) -> Any:
+        return lambda _layer, args: kept.__setitem__(i, args[0].clone())
+
+    hooks = [model.model.layers[b].register_forward_pre_hook(keep(i)) for i, b in enumerate(boundaries)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.inference_mode()
-def write_texts(model: Any, prompts: Tensor, new_tokens: int) -> list[Text]:
+def write_texts(model: Any, prompts: Tensor, new_tokens: int, boundaries: Sequence[int] = BOUNDARIES) -> list[Text]:
     """Let the target go on greedily behind prompts [N, P] of one length, and keep its states on the way."""
     from transformers import DynamicCache
 
-    passes: list[list[Tensor]] = []
-
-    def keep(_layer: Any, args: tuple[Any, ...]) -> None:
-        passes[-1].append(args[0])
-
-    hooks = [model.model.layers[b].register_forward_pre_hook(keep) for b in BOUNDARIES]
+    passes: list[Tensor] = []
     cache, ids, logits = DynamicCache(config=model.config), [prompts], []
-    for _ in range(new_tokens):
-        passes.append([])
-        out = model(ids[-1], past_key_values=cache, use_cache=True).logits
-        logits.append(out)
-        ids.append(out[:, -1:].argmax(-1))
-    for hook in hooks:
-        hook.remove()
-    features = torch.cat([torch.cat(states, -1) for states in passes], 1)
+    with _keeping(model, boundaries) as kept:
+        for _ in range(new_tokens):
+            out = model(ids[-1], past_key_values=cache, use_cache=True).logits
+            passes.append(torch.cat(kept, -1))
+            logits.append(out)
+            ids.append(out[:, -1:].argmax(-1))
+    features = torch.cat(passes, 1)
     columns = (torch.cat(ids, 1), features, torch.cat(logits, 1))
     return [Text(i.clone(), prompts.shape[1], f.clone(), x.clone()) for i, f, x in zip(*columns, strict=True)]
 
@@ -234,6 +245,7 @@ def write_target(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     tensors = {f"language_model.{name}": t for name, t in load_file(folder / "model.safetensors").items()}
     save_file(tensors | vision_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+    layers = {"num_hidden_layers": model.config.num_hidden_layers}
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
@@ -242,7 +254,7 @@ def write_target(folder: Path, model: Any) -> Path:
         "pad_token_id": TEXT["pad_token_id"],
         "tie_word_embeddings": False,
         "dtype": "float32",
-        "text_config": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **TEXT},
+        "text_config": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **TEXT, **layers},
         "vision_config": VISION,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -272,8 +284,8 @@ def vision_tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
 
 
-def write_draft(folder: Path, kind: str, **changes: Any) -> Path:
-    """Write an untrained draft for the target: ``latent`` (MLA) or ``grouped`` (Llama-type, 3 x M -> M)."""
+def write_draft(folder: Path, kind: str, sources: Sequence[str] = SOURCES, **changes: Any) -> Path:
+    """Write an untrained draft for the target: ``latent`` (MLA) or ``grouped`` (Llama-type, K x M -> M)."""
     return checkpoints.write_draft(
         folder,
         {"latent": "deepseek", "grouped": "specforge"}[kind],
@@ -282,7 +294,8 @@ def write_draft(folder: Path, kind: str, **changes: Any) -> Path:
         intermediate=96,
         vocab=VOCAB,
         draft_vocab=VOCAB,
-        config_changes={"eagle3_ext": {"sources": SOURCES}},
+        num_sources=len(sources),
+        config_changes={"eagle3_ext": {"sources": list(sources)}},
         **changes,
     )
 
@@ -296,14 +309,8 @@ def is_greedy(model: Any, ids: Sequence[int], prompt: int) -> bool:
 
 
 @torch.inference_mode()
-def states_of(model: Any, ids: Sequence[int]) -> Tensor:
-    """Run a whole text through the target at once; return its states [T, K*M] at :data:`BOUNDARIES`."""
-    kept: list[Tensor] = []
-    hooks = [
-        model.model.layers[b].register_forward_pre_hook(lambda _layer, args: kept.append(args[0][0]))
-        for b in BOUNDARIES
-    ]
-    model.model(torch.tensor([list(ids)]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(kept, -1).clone()
+def states_of(model: Any, ids: Sequence[int], boundaries: Sequence[int] = BOUNDARIES) -> Tensor:
+    """Run a whole text through the target at once; return its states [T, K*M] in the order of these boundaries."""
+    with _keeping(model, boundaries) as kept:
+        model.model(torch.tensor([list(ids)]), use_cache=False)
+    return torch.cat(kept, -1)[0]

@@ -5,11 +5,16 @@ For tests that ``test_host/test_runtimes.py`` gives a process of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from sglang_eagle3_ext.host.servers import free_port
@@ -85,3 +90,72 @@ def pair(target: Path, draft: Path, **flags: Any) -> Iterator[EagleDraftWorker]:
     join(chosen, port)
     yield make_workers(chosen, port)
     torch.distributed.destroy_process_group()
+
+
+Work = Callable[[int, int, int], Any]
+"""What one process does, of how many ranks, as which one, at which port; what it returns is pickled."""
+
+
+def on_ranks(work: Mapping[str, Work], folder: Path, sizes: Sequence[int] = (1, 2)) -> dict[str, dict[int, list[Any]]]:
+    """Fork a process for every rank of a group of each size, and have each group do each work.
+
+    What all of them import is better imported before; no runtime may be up in this process. A rank that fails takes
+    the others along, which would wait for it, and ends the run of the tests.
+
+    Args:
+        work: what to do, by name; every piece has groups of its own.
+        folder: for the files in which the ranks leave what they found.
+        sizes: how many ranks a group has.
+
+    Returns:
+        For each work and each size what its ranks returned, by rank.
+    """
+    gc.freeze()
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    running: dict[int, tuple[str, Any]] = {}
+    found: dict[str, dict[int, list[Path]]] = {}
+    ports: set[int] = set()
+    for name, do in work.items():
+        for size in sizes:
+            while (port := free_port()) in ports:  # nobody listens yet at those given out before
+                pass
+            ports.add(port)
+            files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
+            found.setdefault(name, {})[size] = files
+            for rank, file in enumerate(files):
+                process = context.Process(target=_be_rank, args=(do, size, rank, port, file))
+                process.start()
+                running[process.sentinel] = f"{name}, rank {rank} of {size}", process
+    problems = []
+    try:
+        while running and not problems:
+            ended = [running.pop(sentinel) for sentinel in wait(list(running), timeout=600)]
+            if not ended:
+                problems = [f"{name}: not done yet" for name, _ in running.values()]
+            for name, process in ended:
+                process.join()
+                if process.exitcode:
+                    problems.append(f"{name}: ended with {process.exitcode}")
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    if problems:
+        pytest.exit("\n".join([*problems, *(f.read_text() for f in sorted(folder.glob("*.txt")))]), returncode=1)
+    return {
+        name: {size: [torch.load(f, weights_only=False) for f in files] for size, files in groups.items()}
+        for name, groups in found.items()
+    }
+
+
+def _be_rank(do: Work, size: int, rank: int, port: int, file: Path) -> None:
+    """Work as one rank and leave the result in a file; what went wrong is left beside it."""
+    torch.set_num_threads(1)
+    try:
+        torch.save(do(size, rank, port), file)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except BaseException:
+        file.with_suffix(".txt").write_text(traceback.format_exc())
+        raise

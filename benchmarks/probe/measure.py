@@ -1,6 +1,7 @@
 """Measure what docs/probe.md says of ``sglang-eagle3 probe`` on the demo's pair.
 
     python -m benchmarks.probe.measure default          # the command at its default size, told nothing; minutes
+    python -m benchmarks.probe.measure picture          # docs/probe.png, by the command with --plot
     python -m benchmarks.probe.measure told             # what the copy of a draft says, and what is found
     python -m benchmarks.probe.measure served NAME...   # one server for each assembly, and what the probe predicts
 
@@ -140,24 +141,32 @@ def some_features(kept: Path | None, file: Path, prompts: int, target: Path) -> 
 def run_default(target: Path, folder: Path, kept: Path | None) -> None:
     """Run the command as a user does, on a copy that says nothing, and keep what it took."""
     copy = copy_draft(folder / "draft", {"eagle3_ext": None}, as_it_is)
-    command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "probe", str(copy), "--target", str(target), "--json"]
-    command += ["--plot", str(folder / "probe.png")]
-    command += ["--features", str(kept)] if kept is not None else []
     machine = bench.machine_facts()
     began = time.perf_counter()
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
+    result = json.loads(run_command(copy, target, kept))
     wall = time.perf_counter() - began
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = json.loads(done.stdout)
     for key in ("draft", "target"):
         result[key] = Path(result[key]).name
     result["advice"] = result["advice"].replace(str(copy), "DRAFT")
-    shutil.copyfile(folder / "probe.png", PICTURE)
     taken = {"wall_s": round(wall, 1), "cpu_s": round(used.ru_utime + used.ru_stime, 1)}
     taken |= {"max_rss_mb": used.ru_maxrss >> 10}
     keep("default", {"machine": machine, **taken, "threads": 1, "text_included": kept is None, "result": result})
+
+
+def run_command(draft: Path, target: Path, kept: Path | None, *flags: str) -> str:
+    """Run the command on one thread, and return what it prints."""
+    command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "probe", str(draft), "--target", str(target), "--json"]
+    command += [*(["--features", str(kept)] if kept is not None else []), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False).stdout
+
+
+def draw_picture(target: Path, folder: Path, kept: Path | None) -> None:
+    """Let the command draw the picture of the documentation."""
+    copy = copy_draft(folder / "draft", {"eagle3_ext": None}, as_it_is)
+    run_command(copy, target, kept, "--plot", str(folder / "probe.png"))
+    shutil.copyfile(folder / "probe.png", PICTURE)
 
 
 def run_told(target: Path, folder: Path, kept: Path | None) -> None:
@@ -293,10 +302,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     steps = parser.add_subparsers(dest="step", required=True)
     default = steps.add_parser("default")
+    picture = steps.add_parser("picture")
     told = steps.add_parser("told")
     served = steps.add_parser("served")
     served.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(SERVED)}; default: all")
-    for step in (default, told, served):
+    for step in (default, picture, told, served):
         step.add_argument("--features", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     target = make_target()
@@ -304,6 +314,8 @@ def main() -> None:
         folder = Path(place)
         if arguments.step == "default":
             run_default(target, folder, arguments.features)
+        elif arguments.step == "picture":
+            draw_picture(target, folder, arguments.features)
         elif arguments.step == "told":
             run_told(target, folder, arguments.features)
         else:

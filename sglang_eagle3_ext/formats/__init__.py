@@ -9,6 +9,7 @@
 ``keys``        a JSON object's keys read into a struct, every wrong one reported
 ``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
                 are ``fc``, ``attention``, ``rope`` and ``vocab``
+``traces``      what only one trainer writes
 ``values``      a stream over the values
 """
 
@@ -25,10 +26,11 @@ import msgspec
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import angelslim, automodel, deepseek, eagle, modelopt, speculators, torchspec, vllm
 from sglang_eagle3_ext.formats.eagle3_ext import OVERRIDE, Positive
-from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE
+from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, FlatConfig, NestedConfig
 from sglang_eagle3_ext.formats.folder import Folder, fatal, headers, load_tensors, locate, read_json
 from sglang_eagle3_ext.formats.keys import read_keys, spell
-from sglang_eagle3_ext.formats.reading import IGNORED
+from sglang_eagle3_ext.formats.reading import IGNORED, LayerConfig, convert
+from sglang_eagle3_ext.formats.traces import find_traces
 from sglang_eagle3_ext.formats.values import check_values
 from sglang_eagle3_ext.spec import DraftSpec, Finding, TargetFacts, stock_reading
 
@@ -95,27 +97,48 @@ def read_draft(
     """
     _refuse_whole_model(path, revision)
     folder = Folder.open(locate(path, revision), override, override_place)
+    if folder.unreadable:
+        _check_types(folder)
+        raise CheckpointError.from_findings([*folder.findings, *folder.unreadable])
     answers = {name: claim(folder) for name, claim in READERS.items()}
     claimed = {name: answer for name, answer in answers.items() if isinstance(answer, DraftSpec)}
-    if len(claimed) > 1:
-        raise fatal(
-            "dialect_ambiguous",
-            f"{folder.path}/config.json: {' and '.join(claimed)} claim it; expected exactly one dialect. Remove the "
-            "keys of the other.",
-        )
     if not claimed:
+        _check_types(folder)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in answers.items())
-        unclaimed = Finding(
+        folder.add(
             "error",
             "dialect_unknown",
-            f"{folder.path}/config.json: no dialect claims it ({reasons}); expected an EAGLE-3 draft in one of "
-            f"{', '.join(READERS)}. Check that the folder holds a draft.",
+            "config.json",
+            f"no dialect claims it ({reasons}); expected an EAGLE-3 draft in one of {', '.join(READERS)}. Check that "
+            "the folder holds a draft.",
         )
-        raise CheckpointError.from_findings([*folder.findings, unclaimed])
+        raise CheckpointError.from_findings(folder.findings)
+    # An MLA draft is in its own dialect, whoever wrote it.
+    traces = {} if "deepseek" in claimed else find_traces(folder)
+    if len({*claimed, *traces}) > 1:
+        others = "".join(f", and {trace}" for name, trace in traces.items() if name not in claimed)
+        folder.add(
+            "error",
+            "dialect_ambiguous",
+            "config.json",
+            f"{' and '.join(claimed)} claim{'s' * (len(claimed) == 1)} it{others}; expected exactly one dialect. "
+            "Remove what is the other's.",
+        )
+        raise CheckpointError.from_findings(folder.findings)
     spec = next(iter(claimed.values()))
     if any(finding.code in _UNREADABLE for finding in spec.findings):
         raise CheckpointError.from_findings(spec.findings)
     return spec
+
+
+def _check_types(folder: Folder) -> None:
+    """Report the keys of the wrong type where no dialect could be asked."""
+    config = folder.config
+    convert(folder, config, FlatConfig, "config.json:")
+    for key, kind in (("eagle_config", NestedConfig), ("transformer_layer_config", LayerConfig)):
+        inner = config.get(key)
+        if isinstance(inner, dict):
+            convert(folder, inner, kind, f"config.json:{key}.")
 
 
 _UNREADABLE = frozenset({"config_type", "eagle3_ext"})
@@ -141,7 +164,12 @@ def _refuse_whole_model(path: str | os.PathLike[str], revision: str | None) -> N
         CheckpointError: nothing in the config is a draft's, and it has the class and the depth of a target.
     """
     file = locate(path, revision, weights=False) / "config.json"
-    config = read_json(file, "config_unreadable")
+    try:
+        config = read_json(file, "config_unreadable")
+    except CheckpointError:
+        if Path(path).expanduser().is_dir():
+            return  # Its weights lie there as well, and what is wrong with either is told at once.
+        raise
     names = config.get("architectures")
     layers = {**config, **_language_model(config)}.get("num_hidden_layers")
     if _is_draft(config) or not isinstance(names, list) or not isinstance(layers, int) or layers <= _MOST_DRAFT_LAYERS:

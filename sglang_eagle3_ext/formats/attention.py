@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from sglang_eagle3_ext.formats.reading import LAYER_NAME, LatentConfig, Reading
+from sglang_eagle3_ext.formats.keys import shown, spell
+from sglang_eagle3_ext.formats.reading import LAYER_NAME, LONGEST, LatentConfig, Reading
 from sglang_eagle3_ext.spec import Attention, Latent
 
 
@@ -20,8 +21,8 @@ def count_layers(r: Reading) -> int:
             "warning",
             "layer_count",
             f"{r.dialect.layer_place}num_hidden_layers",
-            f"got {declared}, the file holds {count} layer{'s' * (count != 1)}; expected both to agree. The file was "
-            "believed; correct the key.",
+            f"got {spell(declared)}, the file holds {count} layer{'s' * (count != 1)}; expected both to agree. The "
+            "file was believed; correct the key.",
         )
         r.differences.append(f"stock builds {declared} layers, of which the file fills {min(count, declared)}")
     return count
@@ -41,12 +42,11 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
         return shape[axis] if shape and len(shape) > axis else 0
 
     def size(key: str, declared: int | None, from_tensors: int) -> int:
-        if declared is not None and declared > 0:
+        positive = r.positive(key, declared)
+        if positive is not None:
             r.origins[key] = "config"
-            return declared
-        if declared is not None:
-            r.report_value(f"{r.dialect.layer_place}{key}", declared, "a positive integer")
-        elif from_tensors > 0:
+            return positive
+        if from_tensors > 0:
             r.origins[key] = "weights"
             return from_tensors
         r.report_incomplete(key)
@@ -56,17 +56,16 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
     queries = stored("q_b_proj") or stored("q_proj")
     kv_rank = size("kv_lora_rank", keys.kv_lora_rank, stored("kv_a_layernorm"))
     rope = size("qk_rope_head_dim", keys.qk_rope_head_dim, stored("kv_a_proj_with_mqa") - kv_rank)
-    heads = size("num_attention_heads", r.layer.num_attention_heads, queries // ((keys.qk_nope_head_dim or 0) + rope))
+    width = max(keys.qk_nope_head_dim or 0, 0) + rope
+    heads = size("num_attention_heads", r.layer.num_attention_heads, queries // width)
     nope = size("qk_nope_head_dim", keys.qk_nope_head_dim, queries // heads - rope)
     value = size("v_head_dim", keys.v_head_dim, stored("kv_b_proj") // heads - nope)
-    q_rank = keys.q_lora_rank
-    r.origins["q_lora_rank"] = "config"
+    q_rank = r.positive("q_lora_rank", keys.q_lora_rank)
+    r.origins["q_lora_rank"] = "weights" if q_rank is None else "config"
     if q_rank is None:
         q_rank = stored("q_a_layernorm") or None
-        r.origins["q_lora_rank"] = "weights"
-    elif q_rank <= 0:
-        r.report_value(f"{r.dialect.layer_place}q_lora_rank", q_rank, "a positive integer or null")
-    r.raise_incomplete()
+    if r.is_incomplete:
+        return Attention("mla", num_layers, 1, 1, 2, latent=Latent(q_rank, 1, 1, 1, 1))
     if rope % 2:
         r.report_value(f"{r.dialect.layer_place}qk_rope_head_dim", rope, "an even number, since pairs are rotated")
     if keys.qk_head_dim not in (None, nope + rope):
@@ -111,37 +110,46 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
 
 def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attention:
     layer, prefix = r.layer, "layers.0.self_attn."
-    q_shape, k_shape = r.shape(f"{prefix}q_proj.weight"), r.shape(f"{prefix}k_proj.weight")
-    heads, head_dim = layer.num_attention_heads or 0, layer.head_dim
+    q_rows, k_rows = ((r.shape(f"{prefix}{p}_proj.weight") or (0,))[0] for p in "qk")
+    heads = r.positive("num_attention_heads", layer.num_attention_heads)
+    head_dim = r.positive("head_dim", layer.head_dim)
     r.origins["heads"] = r.origins["head_dim"] = "config"
-    for key, size in (("num_attention_heads", layer.num_attention_heads), ("head_dim", head_dim)):
-        if size is not None and size <= 0:
-            r.report_value(f"{r.dialect.layer_place}{key}", size, "a positive integer")
-            r.is_incomplete = True
-    if layer.num_attention_heads is None and q_shape and head_dim is not None and head_dim > 0:
-        heads = q_shape[0] // head_dim
+    if heads is None and head_dim is not None and q_rows >= head_dim:
+        heads = q_rows // head_dim
         r.origins["heads"] = "weights"
-    if heads == 0:
+    if heads is None:
         r.report_incomplete("num_attention_heads")
-    r.raise_incomplete()
+        heads = 1
     if head_dim is None:
         usual = hidden_size // heads
-        head_dim = q_shape[0] // heads if q_shape and q_shape[0] % heads == 0 else usual
+        head_dim = q_rows // heads if q_rows % heads == 0 and q_rows else usual
         r.origins["head_dim"] = "default" if head_dim == usual else "weights"
-        if head_dim != usual:
+        if head_dim == 0:
+            r.report_incomplete("head_dim")
+            head_dim = 1
+        elif head_dim != usual:
             r.differences.append(f"stock takes head_dim {usual}, hidden_size over heads")
     kv_heads = layer.num_key_value_heads
     r.origins["kv_heads"] = "config"
-    if kv_heads is None:
-        kv_heads = k_shape[0] // head_dim if k_shape and k_shape[0] % head_dim == 0 else heads
-        r.origins["kv_heads"] = "weights" if k_shape else "default"
-    if kv_heads <= 0 or heads % kv_heads:
+    if kv_heads is not None and not r.is_incomplete and (kv_heads <= 0 or heads % kv_heads):
         r.folder.add(
             "error",
             "head_count",
             f"{r.dialect.layer_place}num_key_value_heads",
-            f"got {kv_heads} for {heads} heads; expected a divisor. Correct the key.",
+            f"got {spell(kv_heads)} for {heads} heads; expected a divisor. Correct the key.",
         )
+    if kv_heads is None or not 0 < kv_heads <= heads:
+        told = k_rows // head_dim if k_rows % head_dim == 0 else 0
+        r.origins["kv_heads"] = "weights" if told else "default"
+        kv_heads = told or heads
+        if heads % kv_heads and not r.is_incomplete:
+            r.folder.add(
+                "error",
+                "head_count",
+                f"{r.folder.tensors[r.by_canonical[f'{prefix}k_proj.weight']].file}:{prefix}k_proj.weight",
+                f"got {kv_heads} heads of {head_dim} for {heads} heads; expected a divisor. Correct the sizes in the "
+                "config.",
+            )
     names = [f"layers.{i}.self_attn." for i in range(num_layers)]
     qk_norm = any(f"{n}{p}_norm.weight" in r.by_canonical for n in names for p in "qk")
     qkv_bias = any(f"{n}{p}_proj.bias" in r.by_canonical for n in names for p in "qkv")
@@ -164,11 +172,30 @@ def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attent
 def _sliding_window(r: Reading, num_layers: int) -> int | None:
     """Settle whether the draft's attention is windowed; a bare number does not say so."""
     layer, place = r.layer, f"{r.dialect.layer_place}sliding_window"
-    if layer.sliding_window is None or layer.use_sliding_window is False:
+    kinds = set((layer.layer_types or ())[:num_layers])
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        r.folder.add(
+            "warning",
+            "layer_types",
+            f"{r.dialect.layer_place}layer_types",
+            f"got {shown(unknown)}; expected full_attention or sliding_attention. Full attention was taken, as stock "
+            "does. Correct the key, or remove it if it speaks of the target.",
+        )
+    is_windowed = "sliding_attention" in kinds if kinds else bool(layer.use_sliding_window)
+    if layer.use_sliding_window is False or (layer.sliding_window is None and not is_windowed):
+        return None
+    if layer.sliding_window is None:
+        says_so = "layer_types" if kinds else "use_sliding_window"
+        r.folder.add(
+            "warning",
+            "sliding_window_unclear",
+            place,
+            f"got nothing beside {says_so}, which asks for one; expected its size. Full attention was taken, as stock "
+            "does. Add the size, or remove the other key.",
+        )
         return None
     if layer.layer_types is not None:
-        kinds = {kind == "sliding_attention" for kind in layer.layer_types[:num_layers]}
-        if kinds == {True, False}:
+        if is_windowed and len(kinds) > 1:
             r.folder.add(
                 "error",
                 "sliding_window_mixed",
@@ -176,29 +203,31 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
                 f"got {layer.layer_types[:num_layers]}; expected one kind of attention in all layers of the draft. "
                 "Such a draft cannot be served.",
             )
-        windowed = kinds == {True}
+        is_windowed = kinds == {"sliding_attention"}
     elif layer.use_sliding_window:
-        windowed = layer.max_window_layers is None or layer.max_window_layers < num_layers
+        is_windowed = layer.max_window_layers is None or layer.max_window_layers < num_layers
     else:
-        windowed = False
         r.folder.add(
             "warning",
             "sliding_window_unclear",
             place,
-            f"got {layer.sliding_window} without use_sliding_window or layer_types; full attention was taken, as "
-            "stock does. Set use_sliding_window to say which it is.",
+            f"got {layer.sliding_window} without use_sliding_window or layer_types; expected one of them. Full "
+            "attention was taken, as stock does. Set use_sliding_window to say which it is.",
         )
-    if windowed and layer.sliding_window <= 0:
-        r.report_value(place, layer.sliding_window, "a positive number of tokens")
-    elif windowed:
-        r.folder.add(
-            "info",
-            "sliding_window",
-            place,
-            f"got {layer.sliding_window}; the draft is served with this window, as it was trained. Nothing to do.",
-        )
-        r.differences.append("stock does not read the draft's sliding window and attends to the whole context")
-    return layer.sliding_window if windowed else None
+    if not is_windowed:
+        return None
+    if not 0 < layer.sliding_window <= LONGEST:
+        expected = "a positive number of tokens" if layer.sliding_window <= 0 else f"at most {LONGEST} tokens"
+        r.report_value(place, layer.sliding_window, expected)
+        return None
+    r.folder.add(
+        "info",
+        "sliding_window",
+        place,
+        f"got {layer.sliding_window}; the draft is served with this window, as it was trained. Nothing to do.",
+    )
+    r.differences.append("stock does not read the draft's sliding window and attends to the whole context")
+    return layer.sliding_window
 
 
 def note_biases(r: Reading, fc_bias: bool, mlp_bias: bool, attention: Attention) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_eagle3_ext.formats import automodel, modelopt, torchspec
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.flat import (
     STOCK_MLA_ARCHITECTURE,
     canonical,
@@ -16,8 +16,9 @@ from sglang_eagle3_ext.formats.flat import (
     read_flat,
     refuse_architecture,
 )
-from sglang_eagle3_ext.formats.folder import Folder, fatal
+from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.formats.reading import LatentConfig
+from sglang_eagle3_ext.formats.traces import find_traces
 from sglang_eagle3_ext.spec import DraftSpec
 
 ARCHITECTURES = (
@@ -28,7 +29,6 @@ ARCHITECTURES = (
 )
 """Stock's name and vLLM's further one for the same class; TorchSpec's class and Automodel's."""
 
-_TRACES = {"automodel": automodel.find_trace, "modelopt": modelopt.find_trace, "torchspec": torchspec.find_trace}
 _EARLY_KV = ".self_attn.kv_a_proj."
 """What TorchSpec called ``kv_a_proj_with_mqa`` while it rotated halves of a head rather than neighbours."""
 
@@ -55,13 +55,17 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     refusal = refuse_architecture(folder, ARCHITECTURES)
     if refusal is not None:
         return refusal
-    traced = [name for name, find_trace in _TRACES.items() if find_trace(folder) is not None]
+    traces = find_traces(folder)
+    traced = list(traces)
     if len(traced) > 1:
-        raise fatal(
+        folder.add(
+            "error",
             "dialect_ambiguous",
-            f"{folder.path}/config.json: bears the traces of {' and '.join(traced)}; expected those of one trainer. "
-            "Remove the keys of the other.",
+            "config.json",
+            f"bears the traces of {' and '.join(traced)}, got {', '.join(traces.values())}; expected those of one "
+            "trainer. Remove the keys of the other.",
         )
+        raise CheckpointError.from_findings(folder.findings)
     if folder.config.get("mla_use_output_gate"):
         folder.add(
             "error",

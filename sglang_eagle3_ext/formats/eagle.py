@@ -5,13 +5,10 @@ An id means what stock SGLang reads on the target at hand; ``producer`` in ``eag
 
 from __future__ import annotations
 
-from sglang_eagle3_ext.formats import automodel, modelopt, torchspec
 from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, architecture, canonical, read_flat, refuse_architecture
 from sglang_eagle3_ext.formats.folder import Folder
+from sglang_eagle3_ext.formats.traces import find_traces
 from sglang_eagle3_ext.spec import DraftSpec
-
-_TRACES = (automodel.find_trace, modelopt.find_trace, torchspec.find_trace)
-"""The traces of the dialects that share the architecture."""
 
 _NO_EAGLE3 = {
     "Glm4MoeForCausalLMEagle3": "its MLP is a mixture of experts",
@@ -31,10 +28,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     if refusal is not None:
         kin = _NO_EAGLE3.get(architecture(folder) or "")
         return f"{refusal}{f' ({kin})' if kin else ''}"
-    for find_trace in _TRACES:
-        trace = find_trace(folder)
-        if trace is not None:
-            return trace
+    for trace in find_traces(folder).values():
+        return trace
     if architecture(folder) == "LlamaForCausalLM":
         refusal = _plain_llama(folder)
         if refusal is not None:

@@ -99,7 +99,7 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
             f"got {d.num_aux} beside {len(sources or ())} ids; expected both to agree. Correct one of the two.",
         )
     expected = next(iter(said.values()), None)
-    if shape is None or len(shape) != 2:
+    if shape is None or len(shape) != 2 or shape[1] == 0:
         count = expected or 3
         r.origins["num_sources"] = "config" if expected else "default"
         return count, width, count * width

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext.errors import CheckpointError, first_line
 from sglang_eagle3_ext.formats.eagle3_ext import OVERRIDE, Declared, merge
-from sglang_eagle3_ext.formats.keys import spell
-from sglang_eagle3_ext.spec import Finding, Severity, TensorInfo
+from sglang_eagle3_ext.formats.keys import shown, spell
+from sglang_eagle3_ext.spec import Finding, Severity, TensorInfo, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +131,7 @@ class Folder:
         declared: the merged ``eagle3_ext`` object.
         tensors: tensor name -> header, of every weight file.
         findings: what was noticed so far.
+        unreadable: what keeps ``config.json`` or weight files from being read, after which no dialect can be asked.
     """
 
     path: Path
@@ -136,22 +139,28 @@ class Folder:
     declared: Declared
     tensors: Mapping[str, TensorInfo]
     findings: list[Finding] = field(default_factory=list)
+    unreadable: list[Finding] = field(default_factory=list)
 
     @classmethod
     def open(cls, path: Path, override: Mapping[str, Any] | None, override_place: str = OVERRIDE) -> Folder:
         """Open a folder and read what lies in it, values of tensors aside.
 
-        Raises:
-            CheckpointError: ``config.json`` or a weight file cannot be read; with it, what is wrong in ``eagle3_ext``.
+        What cannot be read at all is in ``unreadable``, and what can be is there to be checked all the same.
         """
-        config = read_json(path / "config.json", "config_unreadable")
+        unreadable: list[Finding] = []
+        config: dict[str, Any] = {}
+        try:
+            config = read_json(path / "config.json", "config_unreadable")
+        except CheckpointError as error:
+            unreadable += error.findings
         place = f"{path}/config.json:eagle3_ext"
         declared, findings = merge(config.get("eagle3_ext"), override, place, override_place)
+        tensors: dict[str, TensorInfo] = {}
         try:
             tensors = headers(path, findings)
         except CheckpointError as error:
-            raise CheckpointError.from_findings([*findings, *error.findings]) from error
-        folder = cls(path, config, declared, tensors, findings)
+            unreadable += error.findings
+        folder = cls(path, config, declared, tensors, findings, unreadable)
         folder._check_architectures()
         return folder
 
@@ -175,7 +184,8 @@ class Folder:
 
     def is_reported(self, place: str) -> bool:
         """Say whether something was reported at ``<folder>/<place>`` already."""
-        return any(finding.message.startswith(f"{self.path}/{place}: ") for finding in self.findings)
+        start = printable(f"{self.path}/{place}: ")
+        return any(finding.message.startswith(start) for finding in self.findings)
 
     def integers(self, name: str) -> list[int]:
         """Load a vector of integers or flags."""
@@ -190,30 +200,45 @@ class Folder:
 
 
 def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
-    """Read the header of every tensor, and check the files against their index."""
+    """Read the header of every tensor, and check the files against their index.
+
+    Args:
+        path: the folder.
+        findings: what leaves the headers readable is added here.
+
+    Returns:
+        Tensor name -> header.
+
+    Raises:
+        CheckpointError: there are no weights, or files or their index cannot be read; holds what is wrong with each.
+    """
     safetensors = sorted(path.glob("*.safetensors"))
     pickles = sorted(path.glob("pytorch_model*.bin"))
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    read = _safetensors_header
+    files = safetensors
     # SGLang and transformers prefer safetensors where both lie side by side.
-    files, read = (safetensors, _safetensors_header) if safetensors else (pickles, _pickle_header)
-    indices = sorted(path.glob("*.safetensors.index.json" if safetensors else "pytorch_model*.bin.index.json"))
+    if not safetensors and (pickles or not indices):
+        files, read = pickles, _pickle_header
+        indices = sorted(path.glob("pytorch_model*.bin.index.json"))
     index: dict[str, str] = {}
+    unreadable: list[Finding] = []
     for file in indices:
-        weight_map = read_json(file, "index_unreadable").get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise fatal(
-                "index_unreadable",
-                f"{file}:weight_map: got {shorten(repr(weight_map), 80)}; expected an object of file names. Fetch the "
-                "file again.",
-            )
-        index.update(weight_map)
-    absent = sorted({shard for shard in index.values() if not os.path.isfile(path / shard)})
+        try:
+            index.update(_weight_map(file))
+        except CheckpointError as error:
+            unreadable += error.findings
+    absent = sorted({shard for shard in index.values() if not os.path.exists(path / shard)})
     if absent:
-        raise fatal(
-            "shard_absent",
-            f"{indices[0]}:weight_map: names {', '.join(absent)}, which the folder lacks; expected every shard. Fetch "
-            "the missing files.",
+        unreadable.append(
+            Finding(
+                "error",
+                "shard_absent",
+                f"{indices[0]}:weight_map: names {shown(absent)}, which the folder lacks; expected every shard. Fetch "
+                "the missing files.",
+            )
         )
-    if not files:
+    if not files and not unreadable:
         raise fatal(
             "no_weights",
             f"{path}: no *.safetensors and no pytorch_model*.bin; expected the draft's weights. Check the folder.",
@@ -226,13 +251,18 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                 Finding(
                     "warning",
                     "shard_unlisted",
-                    f"{indices[0]}:weight_map: does not name {', '.join(extra)}, which lies in the folder; expected "
-                    "every weight file to be named. Remove the file or correct the index.",
+                    f"{indices[0]}:weight_map: does not name {shown(extra)}, got it in the folder; expected every "
+                    "weight file to be named. Remove the file or correct the index.",
                 )
             )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        for name, info in read(file).items():
+        try:
+            header = read(file)
+        except CheckpointError as error:
+            unreadable += error.findings
+            continue
+        for name, info in header.items():
             if name in tensors:
                 findings.append(
                     Finding(
@@ -243,27 +273,88 @@ def headers(path: Path, findings: list[Finding]) -> dict[str, TensorInfo]:
                     )
                 )
             tensors[name] = info
+    if unreadable:
+        raise CheckpointError.from_findings(unreadable)
     unfound = sorted(name for name in index if name not in tensors)
     if unfound:
         findings.append(
             Finding(
                 "error",
                 "index_disagrees",
-                f"{indices[0]}:weight_map: names {', '.join(unfound)}, got no such tensor in the shards; expected "
+                f"{indices[0]}:weight_map: names {shown(unfound)}, got no such tensor in the shards; expected "
                 "index and shards to agree. Fetch the checkpoint again.",
+            )
+        )
+    moved = sorted(name for name, shard in index.items() if name in tensors and tensors[name].file != shard)
+    if moved:
+        findings.append(
+            Finding(
+                "warning",
+                "index_disagrees",
+                f"{indices[0]}:weight_map: got {index[moved[0]]} for {shown(moved)}, where it is not; expected "
+                f"{tensors[moved[0]].file} for the first. The shards were believed; correct the index.",
             )
         )
     return tensors
 
 
+def _weight_map(file: Path) -> dict[str, str]:
+    """Read which shard holds which tensor by an index."""
+    weight_map = read_json(file, "index_unreadable").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise fatal(
+            "index_unreadable",
+            f"{file}:weight_map: got {spell(weight_map)}; expected an object of file names. Fetch the file again.",
+        )
+    # What lies elsewhere is read by nobody, since engines list the folder.
+    elsewhere = sorted({shard for shard in weight_map.values() if not shard or Path(shard).name != shard})
+    if elsewhere:
+        raise fatal(
+            "index_unreadable",
+            f"{file}:weight_map: got {shown([spell(shard) for shard in elsewhere])}; expected names of files in the "
+            "folder. Fetch the file again.",
+        )
+    return weight_map
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the file begins that Git LFS leaves in the place of another one."""
+
+
+def _begin(file: Path, kind: str) -> bytes:
+    """Read the first bytes of a weight file, before its library meets what is none.
+
+    Raises:
+        CheckpointError: it is no regular file, may not be read, or only points to the file that it stands for.
+    """
+    try:
+        # A pipe would be waited for, and the library calls a folder an absent device.
+        if not stat.S_ISREG(file.stat().st_mode):
+            what = "a folder" if file.is_dir() else "no regular file"
+            raise fatal(
+                "weights_unreadable", f"{file}: got {what}; expected a {kind} file. Remove it, or put the file there."
+            )
+        with open(file, "rb") as opened:
+            start = opened.read(len(_POINTER))
+    except OSError as error:
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: cannot be read, got {error.strerror or first_line(error)}; expected a whole {kind} file. Check "
+            "its rights, or fetch it again.",
+        ) from error
+    if start == _POINTER:
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: got a pointer of Git LFS; expected the {kind} file that it stands for. Fetch that: git lfs pull.",
+        )
+    return start
+
+
 def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
+    _begin(file, "safetensors")
     try:
-        file.stat()
-        if not os.access(file, os.R_OK):
-            # Which safetensors, whose files are their owner's alone, calls "no such file".
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return {
@@ -300,22 +391,30 @@ def _pickle_header(file: Path) -> dict[str, TensorInfo]:
     }
 
 
-def _load_pickle(file: Path) -> dict[str, Tensor]:
-    import pickle
+_PICKLES = (b"PK", b"\x80")
+"""How a PyTorch file begins: the zip container, and the pickle of the time before it."""
 
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
     import torch
 
+    start = _begin(file, "PyTorch")
     try:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
             # Files of the time before the zip container cannot be mapped.
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:
+        # A pickle is a program, and a broken one can stop in any way.
         reason = first_line(error)
-        if isinstance(error, pickle.UnpicklingError):
+        if not start.startswith(_PICKLES):
+            reason = "content that is no PyTorch file"
+        elif "GLOBAL" in str(error) or "unrecognized function" in str(error):
             # PyTorch's own words advise to run what the file brings along.
             reason = "content other than tensors, which is never run"
+        elif not isinstance(error, OSError | EOFError | RuntimeError):
+            reason = "a broken PyTorch file"
         raise fatal(
             "weights_unreadable",
             f"{file}: cannot be read, got {reason}; expected a whole PyTorch file of tensors. Fetch the file again.",
@@ -326,7 +425,7 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     if odd:
         raise fatal(
             "weights_unreadable",
-            f"{file}: got {shorten(', '.join(odd), 120)}; expected a mapping from names to tensors, dense ones. Save "
+            f"{file}: got {shown(odd, 2)}; expected a mapping from names to tensors, dense ones. Save "
             "the model's state dict, as safetensors if you can.",
         )
     tensors: dict[str, Tensor] = content
@@ -341,14 +440,20 @@ def _is_plain(name: object, value: object) -> bool:
         isinstance(name, str)
         and isinstance(value, torch.Tensor)
         and value.layout == torch.strided
-        and not (value.is_meta or value.is_quantized)
+        and not (value.is_nested or value.is_meta or value.is_quantized)
+        # Else one value stands for many, and a few bytes for any number of them.
+        and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
     )
 
 
 def _kind(value: object) -> str:
     import torch
 
-    return f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "nested"
+    return f"{value.layout}, {value.dtype}, {value.device}, {list(value.shape)}"
 
 
 def load_tensors(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
@@ -373,9 +478,42 @@ def load_tensors(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[tupl
             yield from ((name, content[name]) for name in names)
 
 
-def _load_safetensors(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
+def load_parts(path: Path, name: str, info: TensorInfo, size: int) -> Iterator[Tensor]:
+    """Load a tensor of a safetensors file some rows at a time, on the CPU.
 
-    with safe_open(file, framework="pt", device="cpu") as opened:
+    Args:
+        path: the checkpoint's folder.
+        name: the tensor.
+        info: its header.
+        size: the number of values in a part, about.
+
+    Returns:
+        An iterator over [rows, ...] parts, each of which is to be done with before the next.
+    """
+    rows = max(1, size // max(1, math.prod(info.shape[1:])))
+    for start in range(0, info.shape[0] if info.shape else 1, rows):
+        # Opened for each, since the pages of a mapped file stay in memory until it is closed.
+        with _opened(path / info.file) as file:
+            yield file.get_slice(name)[start : start + rows] if info.shape else file.get_tensor(name)
+
+
+def _load_safetensors(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    with _opened(file) as opened:
         for name in names:
             yield name, opened.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, and say what keeps its values from being read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, NotImplementedError, OSError) as error:
+        raise fatal(
+            "weights_unreadable",
+            f"{file}: values cannot be read, got {first_line(error)}; expected numbers of a type that PyTorch has. "
+            "Use the unquantised checkpoint, or fetch the file again.",
+        ) from error

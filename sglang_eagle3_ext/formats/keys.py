@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from textwrap import shorten
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -70,7 +69,13 @@ def spell(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= 80 else shorten(text, 80, placeholder=" ...")
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def shown(names: Sequence[str], limit: int = 6) -> str:
+    """Spell a list of names, cut where it gets long."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def allowed(kind: types.Type, *, plural: bool = False) -> str:

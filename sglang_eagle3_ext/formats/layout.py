@@ -6,15 +6,17 @@ A dialect says where its keys stand and how its tensors are called (``reading.Di
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
 
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.attention import count_layers, note_biases, read_attention
 from sglang_eagle3_ext.formats.fc import note_stock_fc, read_fc, read_norms, read_producer, read_sources
 from sglang_eagle3_ext.formats.folder import Folder
-from sglang_eagle3_ext.formats.reading import FLOATS, IGNORED, INTEGERS, Dialect, Reading, shown
+from sglang_eagle3_ext.formats.keys import shown
+from sglang_eagle3_ext.formats.reading import FLOATS, IGNORED, INTEGERS, Dialect, Reading
 from sglang_eagle3_ext.formats.rope import read_rope
 from sglang_eagle3_ext.formats.vocab import check_map_values, read_embed, read_lm_head, read_vocab
 from sglang_eagle3_ext.spec import Attention, DraftSpec, Norms, Vocab
@@ -41,20 +43,22 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
     is_llama4 = r.layer.model_type == "llama4_text" and r.layer.intermediate_size_mlp is not None
     declared_intermediate = r.layer.intermediate_size_mlp if is_llama4 else r.layer.intermediate_size
     intermediate_size = r.size("intermediate_size", declared_intermediate, gate)
-    r.raise_incomplete()
 
     num_layers = count_layers(r)
     attention = read_attention(r, hidden_size, num_layers)
     producer = read_producer(r)
     sources, order, layer_ids = read_sources(r)
-    num_sources, target_hidden_size, fc_in = read_fc(r, hidden_size, sources)
     norms = read_norms(r)
+    if r.is_incomplete:
+        _check_without_sizes(r, norms, attention, len(sources or ()))
+        raise CheckpointError.from_findings(folder.findings)
+    num_sources, target_hidden_size, fc_in = read_fc(r, hidden_size, sources)
     vocab = read_vocab(r, vocab_size)
     embed = read_embed(r, hidden_size, target_hidden_size)
     lm_head = read_lm_head(r, vocab, hidden_size, target_hidden_size)
-    rope = read_rope(r)
-    fc_bias = "fc.bias" in r.by_canonical
-    mlp_bias = any(f"layers.0.mlp.{p}_proj.bias" in r.by_canonical for p in ("gate", "up", "down"))
+    max_positions = int(r.default("max_position_embeddings", r.layer.max_position_embeddings))
+    rope = read_rope(r, attention, max_positions)
+    fc_bias, mlp_bias = _has_biases(r)
     note_biases(r, fc_bias, mlp_bias, attention)
 
     expected_shapes = dict(
@@ -63,18 +67,11 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
             attention, vocab, embed, lm_head,
         )
     )  # fmt: skip
-    missing = _check_tensors(r, expected_shapes)
-    check_map_values(r, vocab)
+    missing = _check_names(r, expected_shapes)
+    _check_shapes(r, expected_shapes)
+    vocab = check_map_values(r, vocab)
     dtype = _dtype(r)
-    hidden_act = r.layer.hidden_act or "silu"
-    if hidden_act not in ("silu", "swish"):
-        folder.add(
-            "error",
-            "hidden_act",
-            f"{d.layer_place}hidden_act",
-            f"got {hidden_act!r}; expected 'silu', the only one that SGLang's Llama layers compute. Such a draft "
-            "cannot be served.",
-        )
+    hidden_act = _hidden_act(r)
     note_stock_fc(r, fc_in, hidden_size)
 
     return DraftSpec(
@@ -99,7 +96,7 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
         lm_head=lm_head,
         rms_norm_eps=float(r.default("rms_norm_eps", r.layer.rms_norm_eps)),
         hidden_act=hidden_act,
-        max_position_embeddings=int(r.default("max_position_embeddings", r.layer.max_position_embeddings)),
+        max_position_embeddings=max_positions,
         dtype=dtype,
         producer=producer,
         verifier=d.verifier,
@@ -115,6 +112,39 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
     )
 
 
+def _has_biases(r: Reading) -> tuple[bool, bool]:
+    """Say whether ``fc`` and the MLP of the first layer have biases."""
+    mlp = any(f"layers.0.mlp.{p}_proj.bias" in r.by_canonical for p in ("gate", "up", "down"))
+    return "fc.bias" in r.by_canonical, mlp
+
+
+def _check_without_sizes(r: Reading, norms: Norms, attention: Attention, num_sources: int) -> None:
+    """Check what does not hang on the sizes that are unknown: which tensors there are, their types, a few keys."""
+    has = r.by_canonical.keys()
+    num_sources = num_sources or sum(name.startswith("fc_norm.") for name in has) or 3
+    fc_in = None if not r.dialect.uses_aux and "fc.weight" not in has else 1
+    vocab = Vocab(1, 1, "offset" if "d2t" in has else "none")
+    embed, lm_head = ("own" if f"{name}.weight" in has else "target" for name in ("embed_tokens", "lm_head"))
+    names = _shapes(r, 1, 1, num_sources, 1, fc_in, *_has_biases(r), norms, attention, vocab, embed, lm_head)
+    _check_names(r, [name for name, _ in names])
+    _dtype(r)
+    _hidden_act(r)
+
+
+def _hidden_act(r: Reading) -> str:
+    """Settle the activation of the MLP."""
+    hidden_act = r.layer.hidden_act or "silu"
+    if hidden_act not in ("silu", "swish"):
+        r.folder.add(
+            "error",
+            "hidden_act",
+            f"{r.dialect.layer_place}hidden_act",
+            f"got {hidden_act!r}; expected 'silu', the only one that SGLang's Llama layers compute. Such a draft "
+            "cannot be served.",
+        )
+    return hidden_act
+
+
 _TORCH_ALIASES = {"double": "float64", "float": "float32", "half": "float16"}
 
 
@@ -122,18 +152,19 @@ def _dtype(r: Reading) -> str | None:
     """Settle the floating type, and refuse weights that are not floating numbers."""
     integers = {"d2t", "t2d"}
     odd = [
-        f"{name} ({r.folder.tensors[name].dtype})"
+        name
         for name, canonical in r.weights.items()
         if canonical not in integers
         and not canonical.startswith(IGNORED)
         and r.folder.tensors[name].dtype not in FLOATS
     ]
     if odd:
+        types = shown([f"{name} ({r.folder.tensors[name].dtype})" for name in odd])
         r.folder.add(
             "error",
             "weight_dtype",
-            f"{r.folder.path.name}",
-            f"got {shown(odd)}; expected floating point weights ({', '.join(FLOATS)}). Quantised drafts cannot be "
+            f"{r.folder.tensors[odd[0]].file}:{odd[0]}",
+            f"got {types}; expected floating point weights ({', '.join(FLOATS)}). Quantised drafts cannot be "
             "read; use the unquantised checkpoint.",
         )
     for canonical in sorted(integers & set(r.by_canonical)):
@@ -143,7 +174,7 @@ def _dtype(r: Reading) -> str | None:
             r.folder.add(
                 "error",
                 "weight_dtype",
-                f"{info.file}:{canonical}",
+                f"{info.file}:{r.by_canonical[canonical]}",
                 f"got {info.dtype}; expected integers{' or flags' * (canonical == 't2d')}. Export the map again.",
             )
     key = "dtype" if r.layer.dtype else "torch_dtype"
@@ -240,10 +271,10 @@ def _attention_shapes(attention: Attention, hidden: int, width: int) -> Iterable
         yield "k_norm.weight", (attention.head_dim,)
 
 
-def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+def _check_names(r: Reading, expected: Collection[str]) -> tuple[str, ...]:
     """Account for every tensor of the file and of the model; return the canonical names that are missing."""
     tensors = r.folder.tensors
-    allowed = expected.keys() | {"t2d"}
+    allowed = {*expected, "t2d"}
     for name, canonical in list(r.weights.items()):
         if canonical not in allowed and not canonical.startswith(IGNORED):
             del r.weights[name]
@@ -265,10 +296,16 @@ def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple
         r.folder.add(
             "error",
             "missing_tensor",
-            "weights",
+            shown(sorted({info.file for info in tensors.values()}), 1) or "*.safetensors",
             f"the draft as described needs {shown(unexplained)}, got no such tensor; expected all of them. Export the "
             "draft again, or correct the config.",
         )
+    return missing
+
+
+def _check_shapes(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the shape of every tensor with the one that the draft needs."""
+    tensors = r.folder.tensors
     sizes = {**expected, **({"t2d": (r.layer.vocab_size,)} if r.layer.vocab_size else {})}
     for canonical, shape in sizes.items():
         stored = r.by_canonical.get(canonical)
@@ -280,4 +317,3 @@ def _check_tensors(r: Reading, expected: Mapping[str, tuple[int, ...]]) -> tuple
                 f"got {list(tensors[stored].shape)}; expected {list(shape)} from the config. Correct the sizes in the "
                 "config, or export the draft again.",
             )
-    return missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import msgspec
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats.eagle3_ext import Eagle3Ext
 from sglang_eagle3_ext.formats.folder import Folder
-from sglang_eagle3_ext.formats.keys import read_keys
+from sglang_eagle3_ext.formats.keys import read_keys, shown
 from sglang_eagle3_ext.spec import IdMeaning, Order, Origin, StockView, Verifier
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -26,7 +26,10 @@ INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 _INERT = "rotary_emb.inv_freq"
 """Rotary tables are computed from the config; stored ones carry nothing."""
 
-LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+LONGEST = 2**31 - 1
+"""The largest size, and the most positions, that a draft can have: SGLang counts in 32 bits."""
+
+LAYER_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)")
 
 _MODEL_DEFAULTS: dict[str, dict[str, float]] = {
     "deepseek_v3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
@@ -55,6 +58,7 @@ class LayerConfig(msgspec.Struct, frozen=True):
     rms_norm_eps: float | None = None
     hidden_act: str | None = None
     max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -213,12 +217,6 @@ def report_unread(folder: Folder, config: Mapping[str, Any], prefix: str, *kinds
         )
 
 
-def shown(names: Sequence[str], limit: int = 6) -> str:
-    """Spell a list of names, cut where it gets long."""
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
 @dataclass
 class Reading:
     """One checkpoint being read in one dialect.
@@ -264,16 +262,22 @@ class Reading:
             ("num_aux", "num_aux_hidden_states", 0),
         ):
             value = getattr(self.dialect, name)
-            if value is not None and value < least:
-                self.report_value(f"config.json:{key}", value, f"an integer of at least {least}")
+            if value is not None and not least <= value <= LONGEST:
+                bound = f"least {least}" if value < least else f"most {LONGEST}"
+                self.report_value(f"config.json:{key}", value, f"an integer of at {bound}")
                 absent: dict[str, Any] = {name: None}
                 self.dialect = replace(self.dialect, **absent)
+        ids = self.dialect.ids
+        if ids is not None and any(abs(i) > LONGEST for i in ids):
+            self.report_value(self.dialect.ids_place, list(ids), "numbers of layers")
+            self.dialect = replace(self.dialect, ids=None)
 
     def _home_tensors(self) -> None:
         """Give every tensor of the file its canonical name."""
         for name in self.folder.tensors:
             canonical = IGNORED + name if name.endswith(_INERT) else self.dialect.canonical(name)
-            if canonical is None:
+            if canonical is None or (canonical.startswith(IGNORED) and canonical != IGNORED + name):
+                # A file may spell the prefix itself, which leaves nothing out on purpose.
                 continue
             if canonical in self.by_canonical:
                 self.folder.add(
@@ -319,19 +323,29 @@ class Reading:
         return None if name is None else self.folder.tensors[name].shape
 
     def size(self, key: str, declared: int | None, *tensors: str) -> int:
-        """Take a size from the config, else from the first axis of one of the tensors, else report it (0)."""
-        if declared is not None and declared > 0:
+        """Take a size from the config, else from the first axis of one of the tensors.
+
+        Where neither tells it, it is reported, and one stands for it, from which nothing is to be concluded.
+        """
+        positive = self.positive(key, declared)
+        if positive is not None:
             self.origins[key] = "config"
-            return declared
-        if declared is not None:
-            self.report_value(f"{self.dialect.layer_place}{key}", declared, "a positive integer")
+            return positive
         for canonical in tensors:
             shape = self.shape(canonical)
-            if shape:
+            if shape and shape[0] > 0:
                 self.origins[key] = "weights"
                 return shape[0]
         self.report_incomplete(key)
-        return 0
+        return 1
+
+    def positive(self, key: str, declared: int | None) -> int | None:
+        """Report a size that no draft can have, and take it for absent."""
+        if declared is None or 0 < declared <= LONGEST:
+            return declared
+        expected = "a positive integer" if declared <= 0 else f"an integer of at most {LONGEST}"
+        self.report_value(f"{self.dialect.layer_place}{key}", declared, expected)
+        return None
 
     def report_incomplete(self, key: str) -> None:
         """Report a key without which the draft has no shape, unless what it holds has been reported as wrong."""
@@ -345,18 +359,14 @@ class Reading:
                 "got nothing, and no tensor that tells it; expected a positive integer. Add the key.",
             )
 
-    def raise_incomplete(self) -> None:
-        """Raise what was found so far when a size is unknown on which everything else hangs."""
-        if self.is_incomplete:
-            raise CheckpointError.from_findings(self.folder.findings)
-
     def default(self, key: str, declared: float | None) -> float:
         """Take a number from the config, else what transformers fills in for the model type."""
         if declared is not None:
             self.origins[key] = "config"
-            if not 0 < declared < float("inf"):
-                self.report_value(f"{self.dialect.layer_place}{key}", declared, "a positive number")
-            return declared
+            if 0 < declared <= LONGEST:
+                return declared
+            place = f"{self.dialect.layer_place}{key}"
+            self.report_value(place, declared, f"a positive number of at most {LONGEST}")
         self.origins[key] = "default"
         fallback = _MODEL_DEFAULTS["llama"] | {"rope_theta": 10000.0}
         # Configs of MLA drafts are read with DeepSeek's class, whatever they call themselves (``kimi_k2``).
@@ -365,7 +375,9 @@ class Reading:
 
     def report_value(self, place: str, got: object, expected: str) -> None:
         """Report a value of the right type that no draft can have."""
-        self.folder.add("error", "config_value", place, f"got {got!r}; expected {expected}. Correct the key.")
+        text = repr(got)
+        text = text if len(text) <= 80 else f"{text[:76]} ..."
+        self.folder.add("error", "config_value", place, f"got {text}; expected {expected}. Correct the key.")
 
     def leave_out(self, canonical: str) -> None:
         """Leave a stored tensor out because ``eagle3_ext`` takes the target's in its place."""

@@ -2,248 +2,489 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS
-from sglang_eagle3_ext.formats.reading import LatentConfig, Reading
-from sglang_eagle3_ext.spec import Rope
+from sglang_eagle3_ext.formats.keys import shown, spell
+from sglang_eagle3_ext.formats.reading import LONGEST, LatentConfig, Reading
+from sglang_eagle3_ext.spec import Attention, Rope, Severity
 
 _BASE = 10000.0
 """The base of the rotary embedding where nothing says another."""
 
-_ROPE_NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "default": (),
-    "linear": (("factor",),),
-    "dynamic": (("factor", "alpha"),),
-    "yarn": (("factor",),),
-    "deepseek_yarn": (("factor",),),
-    "llama3": (
-        ("factor",),
-        ("low_freq_factor",),
-        ("high_freq_factor",),
-        ("original_max_position_embeddings",),
-    ),
-    "longrope": (("short_factor",), ("long_factor",)),
-    "su": (("short_factor",), ("long_factor",)),
+_OWN = "config.json:eagle3_ext.rope_scaling"
+_LENGTH_KEY = "original_max_position_embeddings"
+_SETTLE_THETA = '"eagle3_ext": {"rope_theta": ...}.'
+
+
+class _Value(NamedTuple):
+    """What a key of a scaling object may hold.
+
+    Attributes:
+        expected: in words; ``{pairs}`` stands for the number of pairs that are rotated.
+        accepts: says so of a value, given the number of pairs.
+    """
+
+    expected: str
+    accepts: Callable[[Any, int], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: object, accepts: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(accepts, value))
+
+
+def _is_factor(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= sys.float_info.max
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LONGEST
+
+
+# A table of positions that is longer than this many times the trained one fits into no memory.
+_STRETCH = _Value("a number from 1 to 1048576", lambda v, _: _is_number(v) and 1 <= v <= 2**20)
+_FACTOR = _Value("a number above 0", lambda v, _: _is_factor(v))
+_WEIGHT = _Value("a number of at least 0", lambda v, _: _is_number(v) and 0 <= v <= sys.float_info.max)
+_LENGTH = _Value(f"an integer from 2 to {LONGEST}", lambda v, _: _is_count(v, 2))
+_FLAG = _Value("true or false", lambda v, _: isinstance(v, bool))
+_TRUE = _Value("true or nothing, since nothing here computes the other one", lambda v, _: v is True)
+_FALSE = _Value("false or nothing, since nothing here computes the other one", lambda v, _: v is False)
+_NOTHING = _Value("nothing, since nothing here computes it with latent attention", lambda v, _: False)
+_FACTORS = _Value(
+    "{pairs} numbers above 0, one for each rotated pair", lambda v, n: _is_list(v, _is_factor) and len(v) == n
+)
+_SECTIONS = _Value(
+    "three positive integers with the sum {pairs}, the number of rotated pairs",
+    lambda v, n: _is_list(v, _is_count) and len(v) == 3 and sum(v) == n,
+)
+
+# With a base of one every pair turns alike, and yarn divides by its logarithm.
+_THETA = _Value("a number above 1", lambda v, _: _is_number(v) and 1 < v <= sys.float_info.max)
+_SHARE = _Value("a share of the head, above 0 and at most 1", lambda v, _: _is_number(v) and 0 < v <= 1)
+
+_MROPE = {"mrope_section": _SECTIONS, "mrope_interleaved": _FLAG, "mrope_interleaved_glm": _FLAG, "video_rope": _FALSE}
+_YARN = {
+    "factor": _STRETCH,
+    "original_max_position_embeddings": _LENGTH,
+    "beta_fast": _FACTOR,
+    "beta_slow": _FACTOR,
+    "mscale": _WEIGHT,
+    "mscale_all_dim": _WEIGHT,
 }
-"""Kinds of rope scaling and, for each, the keys it needs (of a group, one)."""
 
-_LATENT_KINDS = ("default", "yarn", "deepseek_yarn")
-"""Kinds that latent attention can be served with: SGLang takes every other for yarn."""
+_KINDS: dict[str, dict[str, _Value]] = {
+    "default": _MROPE | {"use_fope": _FALSE},
+    "linear": {"factor": _STRETCH},
+    "dynamic": {"factor": _STRETCH, "alpha": _FACTOR},
+    "yarn": _YARN | _MROPE | {"attention_factor": _FACTOR, "truncate": _FLAG},
+    "llama3": {
+        "factor": _STRETCH,
+        "low_freq_factor": _FACTOR,
+        "high_freq_factor": _FACTOR,
+        "original_max_position_embeddings": _LENGTH,
+    },
+    "longrope": {
+        "short_factor": _FACTORS,
+        "long_factor": _FACTORS,
+        "factor": _STRETCH,
+        "attention_factor": _FACTOR,
+        "original_max_position_embeddings": _LENGTH,
+    },
+}
+"""Kinds of scaling that are served, and their keys. Whatever else stands in the object is reported as unread."""
 
+_LATENT_YARN = _YARN | {"mrope_section": _NOTHING, "attention_factor": _NOTHING, "truncate": _TRUE}
+_LATENT_KINDS: dict[str, dict[str, _Value]] = {
+    "default": {"mrope_section": _NOTHING},
+    "yarn": _LATENT_YARN,
+    "deepseek_yarn": _LATENT_YARN,
+}
+"""The same for latent attention: SGLang takes every other kind for yarn."""
 
-def read_rope(r: Reading) -> Rope:
-    declared = r.folder.declared
-    stored = _stored_rope(r)
-    trained = _trained(r, stored)
-    theta, scaling = trained.theta, trained.scaling
-    if not isinstance(r.ext.rope_theta, msgspec.UnsetType):
-        theta = float(r.ext.rope_theta)
-        r.origins["rope_theta"] = declared.origins["rope_theta"]
-    if not isinstance(r.ext.rope_scaling, msgspec.UnsetType):
-        scaling = _scaling(r, r.ext.rope_scaling, "config.json:eagle3_ext.rope_scaling")
-        r.origins["rope_scaling"] = declared.origins["rope_scaling"]
-    if (theta, scaling) != (stored.theta, stored.scaling):
-        r.differences.append(f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling")
-    rope = Rope(theta, scaling, stored.partial_rotary_factor)
-    return rope if r.dialect.latent is None else _latent_rope(r, rope, r.dialect.latent)
+_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "deepseek_yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+    "mrope": ("mrope_section",),
+}
+"""Keys without which a kind says nothing."""
 
+_ORDERED = (("low_freq_factor", "high_freq_factor", 1.0, 4.0), ("beta_slow", "beta_fast", 1.0, 32.0))
+"""Keys of which the first may not be above the second, and what they are without the key."""
 
-def _latent_rope(r: Reading, rope: Rope, keys: LatentConfig) -> Rope:
-    """Settle which elements are rotated together, and check what latent attention cannot do."""
-    place, scaling = r.dialect.layer_place, rope.scaling or {}
-    kind = "mrope" if "mrope_section" in scaling else scaling.get("rope_type", "default")
-    if isinstance(kind, str) and kind not in _LATENT_KINDS:
-        r.folder.add(
-            "error",
-            "rope_type",
-            f"{place}rope_scaling",
-            f"got rope_type {kind!r} for latent attention; expected one of {', '.join(_LATENT_KINDS)}. Such a draft "
-            "cannot be served.",
-        )
-    if rope.partial_rotary_factor != 1.0:
-        r.report_value(
-            f"{place}partial_rotary_factor",
-            rope.partial_rotary_factor,
-            "1 or nothing, since qk_rope_head_dim says how much of a head is rotated",
-        )
-    factors = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
-    odd = {key: value for key, value in factors.items() if not isinstance(value, int | float | None)}
-    for key, value in odd.items():
-        r.report_value(f"{place}rope_scaling.{key}", value, "a number")
-    absent = [key for key, value in factors.items() if value is None]
-    if len(absent) == 1 and kind in ("yarn", "deepseek_yarn"):
-        r.folder.add(
-            "warning",
-            "rope_mscale",
-            f"{place}rope_scaling",
-            f"got mscale {factors['mscale']} and mscale_all_dim {factors['mscale_all_dim']}; expected both or neither. "
-            "The absent one was taken as mscale 1 and mscale_all_dim 0, as stock does; transformers ignores the other "
-            "one as well. Write both.",
-        )
-    if not r.dialect.rope_halves:
-        r.origins["rope_interleave"] = "default" if keys.rope_interleave is None else "config"
-        if keys.rope_interleave is False:
-            r.differences.append("stock rotates halves of a head with CUDA only")
-        return replace(rope, interleaved=keys.rope_interleave is not False)
-    r.origins["rope_interleave"] = "weights"
-    if keys.rope_interleave is not False:
-        r.folder.add(
-            "warning" if keys.rope_interleave else "info",
-            "rope_halves",
-            f"{place}rope_interleave",
-            f"got {keys.rope_interleave!r} beside a tensor kv_a_proj; this is TorchSpec's name from when it rotated "
-            "element i with element i + width / 2, and the draft is read so. If training rotated neighbours, rename "
-            "the tensor to kv_a_proj_with_mqa.",
-        )
-        r.differences.append("stock rotates neighbouring elements together")
-    return replace(rope, interleaved=False)
+_NOT_STOCKS = {"yarn": ("attention_factor",), "longrope": ("attention_factor", "factor")}
+"""Keys of a kind that stock does not read."""
+
+_STOCKS_OWN = ("attn_factor", "extrapolation_factor", "short_mscale", "long_mscale")
+"""Keys that stock reads and no trainer does."""
 
 
-def _trained(r: Reading, stored: Rope) -> Rope:
-    """Take what the trainer made of the keys, where it is known for not reading all of them."""
-    declared, scaling = r.folder.declared, stored.scaling
-    name = r.ext.producer if isinstance(r.ext.producer, str) else r.dialect.producer
-    producer = PRODUCERS.get(name or "")
-    if producer is None or "mrope_section" in (scaling or {}):
-        return stored
-    if not producer.reads_mscale and r.dialect.latent is not None:
-        return _without_mscale(r, stored, str(name))
-    if producer.reads_rope_theta:
-        return stored
-    if scaling is not None and scaling["rope_type"] == "dynamic":
-        # Its trainer goes by the factor alone, and a factor of one scales nothing.
-        scaling = {key: value for key, value in scaling.items() if key != "alpha"}
-        scaling = None if scaling.get("factor") in (None, 1) else scaling
-    trained = Rope(_BASE, scaling, stored.partial_rotary_factor)
-    if trained == stored:
-        return stored
-    for key, changed in (("rope_theta", stored.theta != _BASE), ("rope_scaling", scaling != stored.scaling)):
-        if changed:
-            r.origins[key] = declared.origins.get("producer", "default")
-    if "rope_theta" not in declared.origins:
-        r.folder.add(
-            "info" if declared.producer is not None else "warning",
-            "rope_not_as_written",
-            f"{r.dialect.layer_place}rope_theta",
-            f"got {stored.theta:g} with scaling {stored.scaling}, which {name} does not read in training; theta "
-            f"{_BASE:g} with scaling {scaling} was taken. If this draft was trained otherwise, set "
-            '"eagle3_ext": {"rope_theta": ...}.',
-        )
-    return trained
+def read_rope(r: Reading, attention: Attention, max_positions: int) -> Rope:
+    """Read how the draft's queries and keys are rotated.
+
+    Args:
+        r: the checkpoint being read.
+        attention: its attention, which says how wide a head is.
+        max_positions: its ``max_position_embeddings``, which some kinds of scaling start from.
+
+    Returns:
+        The rotation that the draft was trained with, of values that can be computed with; the others are reported.
+    """
+    return _RopeReader(r, attention, max_positions).read()
 
 
-def _without_mscale(r: Reading, stored: Rope, producer: str) -> Rope:
-    """Take the scaling of an MLA draft whose trainer stretches angles as yarn does and scales nothing else."""
-    scaling = stored.scaling
-    if scaling is None or scaling["rope_type"] not in ("yarn", "deepseek_yarn"):
-        return stored
-    # Zero is how yarn spells a factor of one.
-    trained = {**scaling, "mscale": 0.0, "mscale_all_dim": 0.0}
-    if trained == scaling:
-        return stored
-    declared = r.folder.declared
-    r.origins["rope_scaling"] = declared.origins.get("producer", "default")
-    if "rope_scaling" not in declared.origins:
-        r.folder.add(
-            "info" if declared.producer is not None else "warning",
-            "rope_not_as_written",
-            f"{r.dialect.layer_place}rope_scaling",
-            f"got {dict(scaling)}, of which {producer} reads neither mscale nor mscale_all_dim in training; both were "
-            'taken as 0. If this draft was trained otherwise, set "eagle3_ext": {"rope_scaling": ...}.',
-        )
-    return replace(stored, scaling=trained)
+class _RopeReader:
+    """Reads one checkpoint's rotary embedding."""
 
+    def __init__(self, r: Reading, attention: Attention, max_positions: int) -> None:
+        self.r = r
+        self.place = r.dialect.layer_place
+        self.latent = r.dialect.latent
+        self.kinds = _KINDS if self.latent is None else _LATENT_KINDS
+        self.max_positions = max_positions
+        self.head_dim = attention.head_dim if attention.latent is None else attention.latent.qk_rope_head_dim
+        self.pairs = self.head_dim // 2
+        own = r.ext.rope_scaling
+        self.is_settled = not isinstance(own, msgspec.UnsetType)
+        """Whether ``eagle3_ext`` says the scaling, so that the config's need not be clear."""
+        self.own = dict(own) if isinstance(own, Mapping) else {}
 
-def _stored_rope(r: Reading) -> Rope:
-    """Read the three spellings of rope; where two of them disagree, stock's choice is kept and reported."""
-    layer, place = r.layer, r.dialect.layer_place
-    new = layer.rope_parameters
-    old = layer.rope_scaling
-    if new is not None and any(isinstance(value, Mapping) for value in new.values()):
-        r.folder.add(
-            "error",
-            "rope_per_layer_type",
-            f"{place}rope_parameters",
-            f"got one object per layer type ({', '.join(new)}); expected one rope for the draft. "
-            'Set "eagle3_ext": {"rope_theta": ..., "rope_scaling": ...}.',
-        )
-        new = {key: value for key, value in new.items() if not isinstance(value, Mapping)}
-    scaling = _scaling(
-        r,
-        new if new is not None else old,
-        f"{place}{'rope_parameters' if new is not None else 'rope_scaling'}",
-    )
-    if new is not None and old is not None and _scaling(r, old, f"{place}rope_scaling") != scaling:
-        r.folder.add(
-            "warning",
-            "rope_clash",
-            f"{place}rope_parameters",
-            f"got {new} beside rope_scaling {old}; expected both to agree. The first was taken, as stock does. "
-            'Settle it with "eagle3_ext": {"rope_scaling": ...}.',
-        )
-    inner = [
-        float(part["rope_theta"])
-        for part in (new, old)
-        if part is not None and isinstance(part.get("rope_theta"), int | float)
-    ]
-    thetas = [*inner, *([layer.rope_theta] if layer.rope_theta is not None else [])]
-    if len(set(thetas)) > 1:
-        r.folder.add(
-            "warning",
-            "rope_clash",
-            f"{place}rope_theta",
-            f"got {', '.join(f'{t:g}' for t in thetas)} at different places; expected one. {thetas[0]:g} was taken. "
-            'Settle it with "eagle3_ext": {"rope_theta": ...}.',
-        )
-    theta = float(r.default("rope_theta", thetas[0] if thetas else None))
-    r.origins["rope_scaling"] = "config" if scaling is not None else "default"
-    partial = layer.partial_rotary_factor
-    if partial is None and new is not None and isinstance(new.get("partial_rotary_factor"), int | float):
-        partial = float(new["partial_rotary_factor"])
-        if partial != 1.0:
-            r.differences.append("stock turns whole heads, since partial_rotary_factor stands in rope_parameters")
-    if partial is not None and not 0 < partial <= 1:
-        r.report_value(f"{place}partial_rotary_factor", partial, "a share of the head, above 0 and at most 1")
-    return Rope(theta, scaling, 1.0 if partial is None else float(partial))
+    def read(self) -> Rope:
+        r, declared = self.r, self.r.folder.declared
+        stored = self._stored()
+        trained = self._trained(stored)
+        theta, scaling = trained.theta, trained.scaling
+        if self.is_settled:
+            scaling = self._scaling(self.own, _OWN)
+            r.origins["rope_scaling"] = declared.origins["rope_scaling"]
+        said = [
+            ("config.json:eagle3_ext.rope_theta", r.ext.rope_theta),
+            (f"{_OWN}.rope_theta", self.own.get("rope_theta")),
+        ]
+        if thetas := self._numbers("rope_theta", said, _THETA, "Remove one of the two."):
+            theta = thetas[0]
+            r.origins["rope_theta"] = declared.origins.get("rope_theta") or declared.origins["rope_scaling"]
+        rope = self._undo_dynamic(Rope(theta, scaling, stored.partial_rotary_factor), "info")
+        if (rope.theta, rope.scaling) != (stored.theta, stored.scaling):
+            what = f"theta {stored.theta:g} and the config's scaling"
+            r.differences.append(f"stock turns the rotary embedding with {what}")
+        return rope if self.latent is None else self._latent_rope(rope, self.latent)
 
+    # ---- what is written -------------------------------------------------------------------------------------
 
-def _scaling(r: Reading, stored: Mapping[str, Any] | None, place: str) -> Mapping[str, Any] | None:
-    """Bring a scaling object into the ``rope_type`` spelling; ``None`` where it changes nothing."""
-    if stored is None:
-        return None
-    scaling = {
-        key: value for key, value in stored.items() if key not in ("rope_theta", "partial_rotary_factor", "type")
-    }
-    kind = scaling.setdefault("rope_type", stored.get("type", "default"))
-    if kind == "default" and set(scaling) == {"rope_type"}:
-        return None
-    if kind == "mrope":
-        scaling["rope_type"] = "default"
-    elif not isinstance(kind, str) or kind not in _ROPE_NEEDS:
-        r.folder.add(
-            "error",
-            "rope_type",
-            place,
-            f"got rope_type {kind!r}; expected one of {', '.join(_ROPE_NEEDS)}. Correct the key, or set "
-            '"eagle3_ext": {"rope_scaling": ...}.',
-        )
-    else:
-        needed = _ROPE_NEEDS[kind]
-        absent = ["/".join(keys) for keys in needed if not any(scaling.get(k) is not None for k in keys)]
-        odd = [k for keys in needed for k in keys if not isinstance(scaling.get(k), int | float | list | None)]
-        if absent or odd:
-            wrong = " and ".join(
-                [f"without {', '.join(absent)}"] * bool(absent) + [f"with {scaling[k]!r} as {k}" for k in odd]
+    def _stored(self) -> Rope:
+        """Read the three spellings of rope; where two of them disagree, stock's choice is kept and reported."""
+        r, layer = self.r, self.r.layer
+        spelled = (("rope_scaling", layer.rope_scaling), ("rope_parameters", layer.rope_parameters))
+        # An empty one says nothing; of two, transformers, and so stock, takes the older name.
+        objects = {f"{self.place}{key}": self._flat(f"{self.place}{key}", value) for key, value in spelled if value}
+        partial = self._partial(objects)
+        self._count_pairs(partial)
+        scalings = [self._scaling(value, place) for place, value in objects.items()]
+        if len(scalings) == 2 and scalings[0] != scalings[1] and not self.is_settled:
+            r.folder.add(
+                "warning",
+                "rope_clash",
+                f"{self.place}rope_parameters",
+                f"got {spell(layer.rope_parameters)} beside rope_scaling {spell(layer.rope_scaling)}; expected both to "
+                'agree. rope_scaling was taken, as stock does. Settle it with "eagle3_ext": {"rope_scaling": ...}.',
             )
+        said = [(f"{place}.rope_theta", value.get("rope_theta")) for place, value in objects.items()]
+        said.insert(1, (f"{self.place}rope_theta", layer.rope_theta))
+        is_settled = isinstance(r.ext.rope_theta, float) or "rope_theta" in self.own
+        thetas = self._numbers("rope_theta", said, _THETA, None if is_settled else f"Settle it with {_SETTLE_THETA}")
+        theta = thetas[0] if thetas else r.default("rope_theta", None)
+        r.origins["rope_theta"] = "config" if thetas else "default"
+        scaling = scalings[0] if scalings else None
+        r.origins["rope_scaling"] = "config" if scaling is not None else "default"
+        return Rope(float(theta), scaling, partial)
+
+    def _numbers(self, key: str, said: Iterable[tuple[str, object]], rule: _Value, advice: str | None) -> list[float]:
+        """Check the numbers that stand at these places, stock's choice first; with advice, they have to agree."""
+        found: dict[float, str] = {}
+        for place, value in said:
+            if value is None or isinstance(value, msgspec.UnsetType):
+                continue
+            if rule.accepts(value, self.pairs):
+                found.setdefault(float(value), place)  # type: ignore[arg-type]
+            else:
+                self.r.report_value(place, value, rule.expected)
+        if len(found) > 1 and advice is not None:
+            self.r.folder.add(
+                "warning",
+                "rope_clash",
+                list(found.values())[-1],
+                f"got {', '.join(f'{number:g}' for number in found)} at different places; expected one {key}. "
+                f"{next(iter(found)):g} was taken. {advice}",
+            )
+        return list(found)
+
+    def _flat(self, place: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse an object per layer type, and go on with what stands beside them."""
+        known = {key for keys in self.kinds.values() for key in keys}
+        known |= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        nested = [key for key, inner in value.items() if isinstance(inner, Mapping) and key not in known]
+        if nested and not self.is_settled:
+            self.r.folder.add(
+                "error",
+                "rope_per_layer_type",
+                place,
+                f"got one object per layer type ({shown(nested)}); expected one rope for the draft. "
+                'Set "eagle3_ext": {"rope_theta": ..., "rope_scaling": ...}.',
+            )
+        return {key: inner for key, inner in value.items() if key not in nested}
+
+    def _partial(self, objects: Mapping[str, Mapping[str, Any]]) -> float:
+        """Read the share of a head that is rotated."""
+        key, stocks = "partial_rotary_factor", self.r.layer.partial_rotary_factor
+        said = [
+            (f"{self.place}{key}", stocks),
+            *((f"{place}.{key}", value.get(key)) for place, value in objects.items()),
+        ]
+        stored = self._numbers(key, said, _SHARE, None if key in self.own else "Remove what training did not use.")
+        found = [*self._numbers(key, [(f"{_OWN}.{key}", self.own.get(key))], _SHARE, None), *stored, 1.0]
+        if found[0] != (1.0 if stocks is None else stocks):
+            part = "whole heads" if stocks is None else f"{stocks:g} of a head"
+            self.r.differences.append(f"stock turns {part}, since it reads {key} at the top level only")
+        return found[0]
+
+    def _count_pairs(self, partial: float) -> None:
+        """Count the pairs of a head that are rotated."""
+        if self.latent is not None:
+            return
+        width = int(self.head_dim * partial)
+        self.pairs = width // 2
+        if width % 2 or not width:
+            key = "head_dim" if partial == 1.0 else "partial_rotary_factor"
+            self.r.report_value(
+                f"{self.place}{key}",
+                self.head_dim if partial == 1.0 else partial,
+                f"one with which an even number of elements of a head is rotated, not {width} of {self.head_dim}",
+            )
+
+    def _scaling(self, stored: Mapping[str, Any], place: str) -> Mapping[str, Any] | None:
+        """Bring a scaling object into the ``rope_type`` spelling, with values that can be computed with.
+
+        Returns:
+            ``None`` where it scales nothing, and where what it says has been reported as wrong.
+        """
+        r, length = self.r, self.r.layer.original_max_position_embeddings
+        said = {key: value for key, value in stored.items() if value is not None}
+        named = [said.pop(key) for key in ("rope_type", "type") if key in said]
+        kind = named[0] if named else "default"
+        if len({spell("default" if name == "mrope" else name) for name in named}) > 1 and not self.is_settled:
+            r.folder.add(
+                "warning",
+                "rope_clash",
+                f"{place}.type",
+                f"got {spell(named[1])} beside rope_type {spell(kind)}; expected both to agree. rope_type was taken, "
+                'as stock does. Settle it with "eagle3_ext": {"rope_scaling": ...}.',
+            )
+        base = "default" if kind == "mrope" and self.latent is None else kind
+        if not isinstance(kind, str) or base not in self.kinds:
+            if not self.is_settled or place == _OWN:
+                r.folder.add(
+                    "error",
+                    "rope_type",
+                    place,
+                    f"got rope_type {kind!r}{' for latent attention' if self.latent else ''}; expected one of "
+                    f'{", ".join(self.kinds)}. Correct the key, or set "eagle3_ext": {{"rope_scaling": ...}}.',
+                )
+            return None
+        keys, inner = self.kinds[base], said.get(_LENGTH_KEY)
+        if _LENGTH_KEY in keys and length is not None and (place != _OWN or inner is None):
+            # The config's own key has the last word, in stock and in transformers.
+            said[_LENGTH_KEY] = length
+            if inner not in (None, length):
+                r.folder.add(
+                    "warning",
+                    "rope_clash",
+                    f"{place}.{_LENGTH_KEY}",
+                    f"got {spell(inner)} beside {length} at the top level; expected one. {length} was taken, as stock "
+                    "does. Remove what training did not use.",
+                )
+        absent = [key for key in _NEEDS.get(kind, ()) if key not in said]
+        if absent:
             r.folder.add(
                 "error",
                 "rope_type",
                 place,
-                f"got rope_type {kind!r} {wrong}; expected these keys to be numbers. Add or correct them.",
+                f"got rope_type {kind!r} without {', '.join(absent)}; expected these keys. Add them.",
             )
-    return scaling
+        wrong = {key for key, rule in keys.items() if key in said and not rule.accepts(said[key], self.pairs)}
+        for key in sorted(wrong):
+            r.report_value(f"{place}.{key}", said[key], keys[key].expected.format(pairs=self.pairs))
+        scaling: dict[str, Any] = {"rope_type": base}
+        scaling |= {key: _computed(said[key], rule) for key, rule in keys.items() if key in said and key not in wrong}
+        scaling = {key: value for key, value in scaling.items() if keys.get(key) not in (_TRUE, _FALSE)}
+        if base == "linear" and isinstance(said.get("factor"), int) and place != _OWN:
+            r.differences.append("stock stops at a linear factor that is written as a whole number")
+        if base == "yarn" and self.latent is None and ("mscale" in scaling) != ("mscale_all_dim" in scaling):
+            # Read only together, by stock and by transformers.
+            keys = {key: rule for key, rule in keys.items() if key not in ("mscale", "mscale_all_dim")}
+            scaling = {key: value for key, value in scaling.items() if key == "rope_type" or key in keys}
+        self._report_unread(place, kind, sorted(set(said) - set(keys) - {"rope_theta", "partial_rotary_factor"}))
+        if absent or wrong or not self._is_ordered(scaling, place):
+            return None
+        if base == "default" and "mrope_section" not in scaling:
+            return None
+        if base == "dynamic" and scaling["factor"] == scaling.get("alpha", 1.0) == 1.0:
+            return None
+        lost = [key for key in _NOT_STOCKS.get(base, ()) if key in scaling]
+        lost += ["yarn beside mrope_section"] if base == "yarn" and "mrope_section" in scaling else []
+        if lost:
+            r.differences.append(f"stock does not read {', '.join(lost)} of the rotary embedding")
+        if base in ("yarn", "deepseek_yarn", "longrope"):
+            scaling.setdefault(_LENGTH_KEY, self.max_positions)
+        return scaling
+
+    def _is_ordered(self, scaling: Mapping[str, Any], place: str) -> bool:
+        """Check the pairs of keys that bound a range."""
+        for low, high, least, most in _ORDERED:
+            bounds = scaling.get(low, least), scaling.get(high, most)
+            if (low in scaling or high in scaling) and bounds[0] > bounds[1]:
+                self.r.report_value(f"{place}.{low}", bounds[0], f"a number of at most {high}, which is {bounds[1]:g}")
+                return False
+        return True
+
+    def _report_unread(self, place: str, kind: str, unread: list[str]) -> None:
+        if not unread:
+            return
+        self.r.folder.add(
+            "info",
+            "unread_keys",
+            place,
+            f"got {shown(unread, 12)}, which nothing reads with rope_type {kind!r}; expected keys of this kind. Check "
+            "that none of them changes what the draft computes.",
+        )
+        if stocks := [key for key in unread if key in _STOCKS_OWN]:
+            self.r.differences.append(f"stock reads {', '.join(stocks)} of the rotary embedding, which no trainer does")
+
+    # ---- what was trained ------------------------------------------------------------------------------------
+
+    def _trained(self, stored: Rope) -> Rope:
+        """Take what the trainer made of the keys, where it is known for not reading all of them."""
+        r, declared = self.r, self.r.folder.declared
+        name = r.ext.producer if isinstance(r.ext.producer, str) else r.dialect.producer
+        producer = PRODUCERS.get(name or "")
+        severity: Severity = "info" if declared.producer is not None else "warning"
+        rope = stored if self.is_settled else self._undo_dynamic(stored, severity)
+        if producer is None or "mrope_section" in (rope.scaling or {}):
+            return rope
+        if not producer.reads_mscale and self.latent is not None:
+            return self._without_mscale(rope, str(name))
+        if producer.reads_rope_theta or rope.theta == _BASE:
+            return rope
+        r.origins["rope_theta"] = declared.origins.get("producer", "default")
+        if "rope_theta" not in declared.origins:
+            r.folder.add(
+                severity,
+                "rope_not_as_written",
+                f"{self.place}rope_theta",
+                f"got {stored.theta:g}, which {name} does not read in training; {_BASE:g} was taken. If this draft was "
+                f"trained otherwise, set {_SETTLE_THETA}",
+            )
+        return replace(rope, theta=_BASE)
+
+    def _undo_dynamic(self, rope: Rope, severity: Severity) -> Rope:
+        """Take dynamic scaling for none, which it is over all positions that a draft was trained on.
+
+        transformers, and with it every trainer, changes the base only beyond ``max_position_embeddings``; SGLang
+        stretches it at every position.
+        """
+        scaling, width = rope.scaling, 2 * self.pairs
+        if scaling is None or scaling["rope_type"] != "dynamic":
+            return rope
+        r, factor = self.r, scaling["factor"]
+        stretched = scaling.get("alpha", factor * factor - (factor - 1))
+        theta = rope.theta * stretched ** (width / (width - 2)) if width > 2 else rope.theta
+        r.origins["rope_scaling"] = r.folder.declared.origins.get("producer", "default")
+        r.folder.add(
+            severity,
+            "rope_not_as_written",
+            f"{self.place}rope_scaling",
+            f"got {spell(dict(scaling))}, which scales nothing up to max_position_embeddings in training; none was "
+            "taken. If this draft was trained with a base that is stretched everywhere, as stock has it, set "
+            f'"eagle3_ext": {{"rope_theta": {theta:g}}}.',
+        )
+        return replace(rope, scaling=None)
+
+    def _without_mscale(self, stored: Rope, producer: str) -> Rope:
+        """Take the scaling of an MLA draft whose trainer stretches angles as yarn does and scales nothing else."""
+        r, scaling = self.r, stored.scaling
+        if scaling is None or scaling["rope_type"] not in ("yarn", "deepseek_yarn"):
+            return stored
+        # Zero is how yarn spells a factor of one.
+        trained = {**scaling, "mscale": 0.0, "mscale_all_dim": 0.0}
+        if trained == scaling:
+            return stored
+        declared = r.folder.declared
+        r.origins["rope_scaling"] = declared.origins.get("producer", "default")
+        if not self.is_settled:
+            r.folder.add(
+                "info" if declared.producer is not None else "warning",
+                "rope_not_as_written",
+                f"{self.place}rope_scaling",
+                f"got {spell(dict(scaling))}, of which {producer} reads neither mscale nor mscale_all_dim in training; "
+                'both were taken as 0. If this draft was trained otherwise, set "eagle3_ext": {"rope_scaling": ...}.',
+            )
+        return replace(stored, scaling=trained)
+
+    # ---- latent attention ------------------------------------------------------------------------------------
+
+    def _latent_rope(self, rope: Rope, keys: LatentConfig) -> Rope:
+        """Settle which elements are rotated together, and check what latent attention cannot do."""
+        r, place, scaling = self.r, self.place, rope.scaling or {}
+        if rope.partial_rotary_factor != 1.0:
+            r.report_value(
+                f"{place}partial_rotary_factor",
+                rope.partial_rotary_factor,
+                "1 or nothing, since qk_rope_head_dim says how much of a head is rotated",
+            )
+        factors = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
+        absent = [key for key, value in factors.items() if value is None]
+        if len(absent) == 1:
+            r.folder.add(
+                "warning",
+                "rope_mscale",
+                f"{place}rope_scaling",
+                f"got mscale {factors['mscale']} and mscale_all_dim {factors['mscale_all_dim']}; expected both or "
+                "neither. The absent one was taken as mscale 1 and mscale_all_dim 0, as stock does; transformers "
+                "ignores the other one as well. Write both.",
+            )
+        if not r.dialect.rope_halves:
+            r.origins["rope_interleave"] = "default" if keys.rope_interleave is None else "config"
+            if keys.rope_interleave is False:
+                r.differences.append("stock rotates halves of a head with CUDA only")
+            return replace(rope, interleaved=keys.rope_interleave is not False)
+        r.origins["rope_interleave"] = "weights"
+        if keys.rope_interleave is not False:
+            r.folder.add(
+                "warning" if keys.rope_interleave else "info",
+                "rope_halves",
+                f"{place}rope_interleave",
+                f"got {keys.rope_interleave!r} beside a tensor kv_a_proj; this is TorchSpec's name from when it "
+                "rotated element i with element i + width / 2, and the draft is read so. If training rotated "
+                "neighbours, rename the tensor to kv_a_proj_with_mqa.",
+            )
+            r.differences.append("stock rotates neighbouring elements together")
+        return replace(rope, interleaved=False)
+
+
+def _computed(value: Any, rule: _Value) -> Any:
+    """Return numbers as the floats that are computed with, since SGLang takes some whole ones for another kind."""
+    if rule in (_STRETCH, _FACTOR, _WEIGHT):
+        return float(value)
+    return [float(part) for part in value] if rule is _FACTORS else value

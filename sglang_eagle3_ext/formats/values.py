@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.formats.folder import headers, load_tensors, locate
-from sglang_eagle3_ext.spec import DraftSpec, Finding
+from sglang_eagle3_ext.formats.folder import headers, load_parts, load_tensors, locate
+from sglang_eagle3_ext.formats.reading import FLOATS
+from sglang_eagle3_ext.spec import DraftSpec, Finding, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +27,7 @@ def check_values(
     target_revision: str | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> tuple[Finding, ...]:
-    """Look at every value of a draft once, one tensor in memory at a time.
+    """Look at every floating point value of a draft once, one tensor in memory at a time.
 
     Args:
         spec: the draft.
@@ -37,36 +40,82 @@ def check_values(
         Findings: values that are no numbers, a head whose rows belong to other tokens, and whether an own embedding
         is only a copy of the target's, or what keeps the target's from being read.
     """
-    import torch
-
     findings: list[Finding] = []
     folder = Path(spec.path)
-    for name in progress(sorted(spec.tensors)):
-        info = spec.tensors[name]
-        _, tensor = next(load_tensors(folder, {name: info}))
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            odd = int((~torch.isfinite(tensor.float())).sum())
-            findings.append(
-                Finding(
-                    "error",
-                    "not_finite",
-                    f"{folder}/{info.file}:{name}: got {odd} values that are NaN or infinite; expected numbers. Fetch "
-                    "or export the checkpoint again.",
-                )
-            )
-        if spec.embed == "own" and target is not None and spec.weights.get(name) == "embed_tokens.weight":
-            findings += _compare_embedding(name, tensor, spec, target, target_revision)
-        if spec.lm_head == "own" and spec.vocab.map == "offset" and spec.weights.get(name) == "lm_head.weight":
-            findings += _check_head_rows(name, tensor, spec)
+    # Only floating numbers can be none; weights of other types are an error by their headers.
+    infos = {name: info for name, info in spec.tensors.items() if info.dtype in FLOATS}
+    names = sorted(infos, key=lambda name: (infos[name].file, name))
+    try:
+        for name, parts in zip(progress(names), _parts(folder, infos, names), strict=True):
+            findings += not_finite(f"{folder}/{infos[name].file}:{name}", parts)
+            canonical = spec.weights.get(name)
+            if spec.embed == "own" and target is not None and canonical == "embed_tokens.weight":
+                findings += _compare_embedding(name, spec, target, target_revision)
+            if spec.lm_head == "own" and spec.vocab.map == "offset" and canonical == "lm_head.weight":
+                findings += _check_head_rows(name, spec)
+    except CheckpointError as error:
+        findings += error.findings
     return tuple(findings)
 
 
-def _check_head_rows(name: str, head: Tensor, spec: DraftSpec) -> list[Finding]:
+_CHUNK = 1 << 22
+"""Values looked at together, so that what is read and computed of them stays small beside the tensor."""
+
+
+def _parts(folder: Path, infos: Mapping[str, TensorInfo], names: Sequence[str]) -> Iterator[Iterable[Tensor]]:
+    """Load tensors in the given order, by file, each in parts."""
+    for file, inside in itertools.groupby(names, key=lambda name: infos[name].file):
+        if file.endswith(".safetensors"):
+            yield from (load_parts(folder, name, infos[name], _CHUNK) for name in inside)
+        else:
+            yield from (in_parts(tensor) for _, tensor in load_tensors(folder, {name: infos[name] for name in inside}))
+
+
+def in_parts(tensor: Tensor) -> Iterable[Tensor]:
+    """Cut a tensor into what is looked at together."""
+    parts: Iterable[Tensor] = tensor.reshape(-1).split(_CHUNK)
+    return parts
+
+
+def not_finite(place: str, parts: Iterable[Tensor]) -> list[Finding]:
+    """Find values of a tensor that are no numbers.
+
+    Args:
+        place: ``<file>:<tensor>``, for the message.
+        parts: the tensor in parts, of any shapes and type.
+
+    Returns:
+        One error, or nothing.
+    """
+    import torch
+
+    odd = 0
+    for part in parts:
+        if not part.is_floating_point() or not part.numel():
+            continue
+        # The bounds take in what is no number, and are found several times as fast as each such value.
+        if not all(math.isfinite(bound) for bound in torch.aminmax(part)):
+            odd += int((~torch.isfinite(part)).sum())
+    if not odd:
+        return []
+    return [
+        Finding(
+            "error",
+            "not_finite",
+            f"{place}: got {odd} values that are NaN or infinite; expected numbers. Fetch or export the checkpoint "
+            "again.",
+        )
+    ]
+
+
+def _load(spec: DraftSpec, name: str) -> Tensor:
+    return next(load_tensors(Path(spec.path), {name: spec.tensors[name]}))[1]
+
+
+def _check_head_rows(name: str, spec: DraftSpec) -> list[Finding]:
     """Find a head that was pruned with the offsets of ``d2t`` in the place of the tokens they lead to."""
-    folder = Path(spec.path)
-    _, offsets = next(
-        load_tensors(folder, {n: spec.tensors[n] for n, canonical in spec.weights.items() if canonical == "d2t"})
-    )
+    head = _load(spec, name)
+    offsets = _load(spec, next(stored for stored, canonical in spec.weights.items() if canonical == "d2t"))
     if head.dim() != 2 or offsets.shape != head.shape[:1]:
         return []
     # Such a head repeats a row wherever an offset repeats, and nowhere else; a few columns show it.
@@ -77,19 +126,17 @@ def _check_head_rows(name: str, head: Tensor, spec: DraftSpec) -> list[Finding]:
         Finding(
             "error",
             "head_rows_by_offset",
-            f"{folder}/{spec.tensors[name].file}:{name}: got equal neighbouring rows wherever d2t repeats an offset; "
-            "expected another row for every draft token. The head was pruned with the offsets instead of the tokens "
+            f"{spec.path}/{spec.tensors[name].file}:{name}: got equal neighbouring rows wherever d2t repeats an offset"
+            "; expected another row for every draft token. The head was pruned with the offsets instead of the tokens "
             "they lead to: prune it again from the full one.",
         )
     ]
 
 
 def _compare_embedding(
-    name: str, own: Tensor, spec: DraftSpec, target: str | os.PathLike[str], revision: str | None
+    name: str, spec: DraftSpec, target: str | os.PathLike[str], revision: str | None
 ) -> list[Finding]:
     """Say whether the draft's own embedding is a copy of the target's."""
-    import torch
-
     place = f"{spec.path}/{spec.tensors[name].file}:{name}"
     folder = locate(target, revision, weights=False)
     try:
@@ -106,18 +153,22 @@ def _compare_embedding(
             )
         ]
     key = next((key for key in stored if key.endswith(_EMBEDDINGS)), None)
-    if key is None or stored[key].shape != tuple(own.shape):
+    shape = spec.tensors[name].shape
+    if key is None or stored[key].shape != shape or len(shape) != 2:
         got = "no embedding" if key is None else f"an embedding of shape {list(stored[key].shape)}"
         return [
             Finding(
                 "info",
                 "embedding_not_compared",
-                f"{place}: got {got} in {target}; expected one of shape {list(own.shape)} to compare with. The "
+                f"{place}: got {got} in {target}; expected one of shape {list(shape)} to compare with. The "
                 "draft's own is used; nothing to do.",
             )
         ]
-    _, theirs = next(load_tensors(folder, {key: stored[key]}))
-    if torch.equal(own, theirs.to(own.dtype)):
+    own, (_, theirs) = _load(spec, name), next(load_tensors(folder, {key: stored[key]}))
+    rows = max(1, _CHUNK // max(1, shape[1]))
+    pairs = zip(own.split(rows), theirs.split(rows), strict=True)
+    changed = sum(int((mine != other.to(mine.dtype)).any(dim=-1).sum()) for mine, other in pairs)
+    if not changed:
         return [
             Finding(
                 "info",
@@ -126,12 +177,11 @@ def _compare_embedding(
                 f"{own.numel() * own.element_size() / 2**20:.1f} MiB. Nothing to do.",
             )
         ]
-    rows = int((own != theirs.to(own.dtype)).any(dim=1).sum())
     return [
         Finding(
             "info",
             "embedding_is_own",
-            f"{place}: differs from the target's embedding in {rows} of {own.shape[0]} rows; the draft's own is used. "
-            "Nothing to do.",
+            f"{place}: differs from the target's embedding in {changed} of {own.shape[0]} rows; the draft's own is "
+            "used. Nothing to do.",
         )
     ]

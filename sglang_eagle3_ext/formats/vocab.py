@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
-from sglang_eagle3_ext.formats.reading import Reading
+from sglang_eagle3_ext.formats.reading import IGNORED, Reading
 from sglang_eagle3_ext.spec import Vocab
 
 
@@ -16,7 +17,7 @@ def read_vocab(r: Reading, vocab_size: int) -> Vocab:
     r.origins["draft_vocab_size"] = "config"
     draft = d.draft_vocab_size
     if draft is None:
-        rows = r.shape("lm_head.weight") or r.shape("d2t")
+        rows = [shape[0] for name in ("lm_head.weight", "d2t") if (shape := r.shape(name)) and shape[0] > 0]
         draft = rows[0] if rows else vocab_size
         r.origins["draft_vocab_size"] = "weights" if rows else "default"
     r.origins["vocab_map"] = "default"
@@ -125,16 +126,20 @@ def read_lm_head(
     return value
 
 
-def check_map_values(r: Reading, vocab: Vocab) -> None:
-    """Check that the vocabulary map gives every draft token another token of the target."""
+def check_map_values(r: Reading, vocab: Vocab) -> Vocab:
+    """Check that the vocabulary map gives every draft token another token of the target.
+
+    Returns:
+        The vocabulary, without a map where the stored one changes nothing.
+    """
     name = r.by_canonical.get("d2t")
     t2d_name = r.by_canonical.get("t2d")
     t2d = r.integers(t2d_name, vocab.target) if t2d_name else None
     if name is None:
-        return
+        return vocab
     d2t = r.integers(name, vocab.draft)
     if d2t is None:
-        return
+        return vocab
     offset = [i + shift for i, shift in enumerate(d2t)]
     targets = offset if vocab.map == "offset" else d2t
     kept = None if t2d is None else {i for i, flag in enumerate(t2d) if flag}
@@ -159,8 +164,14 @@ def check_map_values(r: Reading, vocab: Vocab) -> None:
             "info",
             "identity_map",
             f"{r.folder.tensors[name].file}:{name}",
-            "maps every token to itself; it changes nothing. Nothing to do.",
+            "maps every token to itself; it changes nothing and is left out. Nothing to do.",
         )
+        del r.by_canonical["d2t"]
+        r.weights[name] = IGNORED + name
+        r.by_canonical[IGNORED + name] = name
+        r.origins["vocab_map"] = "weights"
+        return replace(vocab, map="none")
+    return vocab
 
 
 def _map_problem(targets: Sequence[int], vocab: int, kept: set[int] | None) -> tuple[str, str] | None:

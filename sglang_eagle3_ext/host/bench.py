@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_eagle3_ext import assembly, formats
+from sglang_eagle3_ext.errors import whole_number
 from sglang_eagle3_ext.formats import folder as checkpoint
 from sglang_eagle3_ext.host import near_ties, report
+from sglang_eagle3_ext.host.flags import handed_on_problems
 from sglang_eagle3_ext.host.measure import Record, accept_length, measure, sum_up
 from sglang_eagle3_ext.host.report import LABELS
 from sglang_eagle3_ext.host.servers import Server, ServerError, running, signals_as_exit
@@ -34,10 +36,11 @@ from sglang_eagle3_ext.spec import AssemblyPlan
 FEW_ROUNDS = 5
 
 _OURS_TO_SET = (
-    *("--model-path", "--model", "--revision", "--host", "--port"),
-    *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-model-revision"),
-    *("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"),
-)
+    "--model-path", "--model", "--revision", "--host", "--port", "--speculative-algorithm",
+    "--speculative-draft-model-path", "--speculative-draft-model", "--speculative-draft-model-revision",
+    "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
+)  # fmt: skip
+_READ = ("--device", "--attention-backend", "--dtype", "--max-total-tokens", "--max-running-requests")
 
 
 class BenchError(ValueError):
@@ -124,12 +127,8 @@ def _problems(settings: Settings) -> Iterator[str]:
         yield f"--draft-tokens: got {settings.draft_tokens}; expected at least 2. Give another number."
     if not settings.prompts:
         yield "--prompts: got none; expected at least one prompt. Add some."
-    clash = [name for name in _flag_names(settings.flags) if name in _OURS_TO_SET]
-    if clash:
-        yield (
-            f"--: got {', '.join(clash)}; expected only flags that the comparison does not set itself. Leave them out; "
-            "DRAFT, TARGET, --steps, --topk and --draft-tokens say the same."
-        )
+    instead = "DRAFT, TARGET, --steps, --topk and --draft-tokens say what may be chosen"
+    yield from handed_on_problems(settings.flags, "--", _OURS_TO_SET, _READ, instead)
 
 
 def _missing_packages() -> Iterator[str]:
@@ -143,13 +142,14 @@ def _flag_names(flags: Iterable[str]) -> list[str]:
 
 
 def _flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Find the value of a flag, written with a space or with ``=``."""
+    """Find the value of a flag, written with a space or with ``=``; of two the last one, as SGLang does."""
+    found = None
     for i, word in enumerate(flags):
         if word == name:
-            return flags[i + 1] if i + 1 < len(flags) else None
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return None
+            found = flags[i + 1] if i + 1 < len(flags) else None
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def read_prompts(file: Path) -> tuple[Prompt, ...]:
@@ -588,12 +588,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help='JSON: a list of strings, or {group: [strings or {"prompt": ...}]} (default: a dozen built in)',
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often to ask each prompt (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="longest answer (default %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=1, help="requests at a time (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="draft steps (default %(default)s)")
-    parser.add_argument("--topk", type=int, default=1, help="branches for each draft step (default %(default)s)")
-    parser.add_argument("--draft-tokens", type=int, help="tokens for each verify step (default: steps + 1)")
+    parser.add_argument(
+        "--rounds", type=whole_number, default=5, help="how often to ask each prompt (default %(default)s)"
+    )
+    parser.add_argument("--tokens", type=whole_number, default=64, help="longest answer (default %(default)s)")
+    parser.add_argument("--concurrency", type=whole_number, default=1, help="requests at a time (default %(default)s)")
+    parser.add_argument("--steps", type=whole_number, default=3, help="draft steps (default %(default)s)")
+    parser.add_argument(
+        "--topk", type=whole_number, default=1, help="branches for each draft step (default %(default)s)"
+    )
+    parser.add_argument("--draft-tokens", type=whole_number, help="tokens for each verify step (default: steps + 1)")
     parser.add_argument(
         "--out", type=Path, default=Path("eagle3-bench"), metavar="DIR", help="folder of results (default %(default)s)"
     )

@@ -24,6 +24,12 @@ from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary
 
+OTHER_ROWS = (
+    "No draft can be fed with that. Leave out --moe-a2a-backend, which deals the target's rows out to ranks, or let "
+    "stock serve the draft with EAGLE3_EXT=off. Please report it with the server's flags."
+)
+"""What helps where states come in other rows than the target's output, or not at all: not to leave out the proof."""
+
 _at_final_norm: dict[int, Point] = {}
 """Points at boundary n, by the identity of the final norm they wait at. Targets live as long as their process."""
 
@@ -230,13 +236,12 @@ def _hand_out(stack: Any, plan: AssemblyPlan, states: dict[Boundary, torch.Tenso
         states["final_norm"] = hidden_states
         wrong = [b for b in plan.capture if b not in states or states[b].shape != hidden_states.shape]
         if wrong:
-            raise RuntimeError(
-                f"{plan.target.path}: got "
+            raise UnsupportedError(
+                f"{plan.target.path}: captured states: got "
                 + ", ".join(
                     f"{'none' if b not in states else tuple(states[b].shape)} for {assembly.spell(b, n)}" for b in wrong
                 )
-                + f"; expected states of {tuple(hidden_states.shape)}. This forward path bypasses SGLang's layer "
-                "boundaries; please report it with the server's flags."
+                + f"; expected states of {tuple(hidden_states.shape)}. {OTHER_ROWS}"
             )
         captured = [states[b] for b in plan.capture]
         states.clear()  # nothing may outlive the pass: a long prompt's states are as large as a model's layer

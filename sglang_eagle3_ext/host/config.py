@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -54,16 +55,16 @@ def _read(key: str) -> DraftSpec:
 
 
 def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | None) -> DraftSpec | None:
-    """Read a draft, or return ``None`` when the checkpoint is not an EAGLE-3 draft that this package serves.
+    """Read a draft, or return ``None`` when it is served by a draft class of SGLang's that is none of EAGLE-3's.
 
     Raises:
-        CheckpointError: the checkpoint is one of ours and broken, or it carries ``eagle3_ext`` and is none.
+        CheckpointError: the checkpoint is an EAGLE-3 draft and broken, or nothing that SGLang has a draft class for.
     """
     try:
         spec = _read(draft_key(path, revision, override))
     except CheckpointError as error:
         unclaimed = any(f.code == "dialect_unknown" for f in error.findings)
-        if unclaimed and not override and "eagle3_ext" not in peek(path, revision):
+        if unclaimed and not override and _has_another_draft_class(peek(path, revision)):
             return None
         raise
     problems = _model_class_problems()
@@ -83,9 +84,33 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
     return spec
 
 
-@cache
+def _has_another_draft_class(config: Mapping[str, Any]) -> bool:
+    """Say whether SGLang, or another plugin of it, has a draft class for a checkpoint that no reader of ours claims."""
+    names = config.get("architectures")
+    if "eagle3_ext" in config or not isinstance(names, list):
+        return False
+    drafts = [n for n in names if isinstance(n, str) and "eagle" in n.lower() and n not in formats.ARCHITECTURES]
+    if not drafts:
+        return False
+    from sglang.srt.models.registry import ModelRegistry
+
+    return any(ModelRegistry.is_arch_supported(name) for name in drafts)
+
+
 def _model_class_problems() -> tuple[str, ...]:
-    """Check the part of the contract that only drafts need; importing it costs other models nothing."""
+    """Check the part of the contract that only drafts need.
+
+    It imports every model of SGLang's, which its workers have and its launcher has not: seconds. Of the release that
+    the contract was written for, the workers check it.
+    """
+    is_launcher = "sglang.srt.models.registry" not in sys.modules
+    if is_launcher and contract.installed_version() == contract.REFERENCE_VERSION:
+        return ()
+    return _checked_model_class_problems()
+
+
+@cache
+def _checked_model_class_problems() -> tuple[str, ...]:
     return tuple(contract.problems("models"))
 
 
@@ -156,7 +181,8 @@ def normalise_draft_config(_result: Any, model_config: Any) -> None:
     hf_config = model_config.hf_config
     if spec is None:
         logger.warning(
-            "%s: not a draft this package serves (architectures %s); it is left to stock SGLang.",
+            "%s: got architectures %s; expected an EAGLE-3 draft, and left it to the class that SGLang has for it. "
+            "Look at it with sglang-eagle3 inspect.",
             path,
             getattr(hf_config, "architectures", None),
         )
@@ -276,9 +302,9 @@ def parse_draft_config(original: Any, parser: Any, model: Any, *args: Any, **kwa
 def parse_mistral_config(original: Any, parser: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Parse a draft whose path makes SGLang look for Mistral's own ``params.json`` (AROUND that parser's ``parse``)."""
     config = peek(str(model), kwargs.get("revision"))
-    if formats.ARCHITECTURES & set(config.get("architectures") or ()) or (
-        {"speculators_model_type", "eagle3_ext"} & set(config)
-    ):
+    names = config.get("architectures")
+    ours = isinstance(names, list) and any(isinstance(n, str) and n in formats.ARCHITECTURES for n in names)
+    if ours or {"speculators_model_type", "eagle3_ext"} & set(config):
         from sglang.srt.configs.model_config_parser_registry import get_model_config_parser
 
         return get_model_config_parser("hf").parse(model, *args, **kwargs)

@@ -553,6 +553,14 @@ ROWS: tuple[Row, ...] = (
         "never; it is the plugin interface",
     ),
     Row(
+        "sglang.srt.models.registry.ModelRegistry.is_arch_supported",
+        "call",
+        ("architecture",),
+        "models",
+        "leave a draft that is none of EAGLE-3's to the class that SGLang has for it",
+        "never; it is SGLang's own lookup",
+    ),
+    Row(
         "sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3",
         "subclass",
         (),

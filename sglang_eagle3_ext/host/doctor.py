@@ -140,8 +140,8 @@ def filters() -> Check:
         return Check(
             "FAIL",
             "filters",
-            f"SGLANG_PLUGINS={allowed} filters this package out, so stock would serve every draft by its own "
-            f"rules. Add {_NAME} to it or unset it.",
+            f"SGLANG_PLUGINS={allowed} filters this package out, so that stock would serve every draft by its own "
+            f"rules; expected {_NAME} in it. Add {_NAME} to it or unset it.",
         )
     platform = os.environ.get("SGLANG_PLATFORM", "")
     if platform and platform != _NAME:
@@ -149,7 +149,7 @@ def filters() -> Check:
             "FAIL",
             "filters",
             f"SGLANG_PLATFORM={platform} makes SGLang skip every package that offers another platform, this one "
-            f"included. Unset it, or set SGLANG_PLATFORM={_NAME} to serve on the CPU.",
+            f"included; expected none or {_NAME}. Unset it, or set SGLANG_PLATFORM={_NAME} to serve on the CPU.",
         )
     return Check("ok", "filters", "neither SGLANG_PLUGINS nor SGLANG_PLATFORM keeps this package out")
 

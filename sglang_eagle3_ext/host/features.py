@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext import formats
-from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
 from sglang_eagle3_ext.host import contract, doctor, serve
+from sglang_eagle3_ext.host.flags import handed_on_problems
 from sglang_eagle3_ext.host.servers import Server, ServerError, running
 from sglang_eagle3_ext.spec import Boundary, TargetFacts
 
@@ -39,6 +40,9 @@ RUNNING = 64
 
 CHUNK_BYTES = 512 << 20
 """States of one forward pass that are held on the device."""
+
+_OURS_TO_SET = ("--model-path", "--model", "--revision", "--host", "--port")
+_READ = ("--dtype",)
 
 _TRIAL = 4
 """Decode steps by which the time is estimated."""
@@ -73,8 +77,13 @@ def write_states(
         For each prompt the tokens of its answer.
 
     Raises:
+        CheckpointError: a flag names what is settled here.
         UnsupportedError: the server did not start, or did not answer, or SGLang would not find this package.
     """
+    instead = "--target and --target-revision say what may be chosen"
+    wrong = list(handed_on_problems(flags, "--sglang", _OURS_TO_SET, _READ, instead))
+    if wrong:
+        raise CheckpointError("\n".join(wrong))
     filters = doctor.filters()
     if filters.status == "FAIL":
         raise UnsupportedError(f"environment: {filters.text}")
@@ -130,7 +139,7 @@ def write_states(
                 answers = ask_all(range(len(prompts)), new, _ROWS)
         except ServerError as error:
             raise UnsupportedError(
-                f"{target}: SGLang's engine: got {error}\nexpected it to write. Correct the flags behind --sglang."
+                f"{target}: {error}\nCorrect the flags behind --sglang if they are the reason."
             ) from error
     return [answers[i] for i in range(len(prompts))]
 

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config, contract
 from sglang_eagle3_ext.host.exit import report_without_traceback
+from sglang_eagle3_ext.host.flags import find
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def _message(draft: str, reason: str) -> str:
 
 def _draft_on_command_line(argv: list[str]) -> str | None:
     for i, word in enumerate(argv):
-        flag, _, value = word.partition("=")
-        if flag in _DRAFT_FLAGS:
+        value = word.partition("=")[2]
+        if find([word], _DRAFT_FLAGS):
             return value or (argv[i + 1] if i + 1 < len(argv) else None)
     return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_eagle3_ext import assembly
+from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config
 from sglang_eagle3_ext.host.exit import report_without_traceback
@@ -22,6 +23,9 @@ LATENT_ONLY_BACKENDS = frozenset(
     {"compressed", "cutedsl_mla", "dsa", "dsv4", "flashmla", "nsa", "tokenspeed_mla", "trtllm_mla"}
 )
 """SGLang's attention backends that serve latent attention (or DeepSeek's sparse one) and nothing else."""
+
+_MANY_VALUES = 500_000_000
+"""Values of a draft above which it is said that they are read: they take a second or more."""
 
 GROUPED_BACKEND = "triton"
 """The backend that a draft with grouped attention gets beside a target on one of them."""
@@ -78,10 +82,19 @@ def check_launch(_result: Any, server_args: Any) -> None:
         if spec is None:
             return
         plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
-        findings = [*plan.findings, *flag_findings(args, server_args.speculative_num_draft_tokens, spec)]
+        findings = [*plan.findings, *_values(spec)]
+        findings += flag_findings(args, server_args.speculative_num_draft_tokens, spec)
         if any(f.severity == "error" for f in findings):
             raise CheckpointError.from_findings(findings)
     _settle_draft_backend(server_args, args, spec)
+
+
+def _values(spec: DraftSpec) -> tuple[Finding, ...]:
+    """Look at the draft's values, which a worker would have placed in part before it met a bad one."""
+    count = sum(math.prod(info.shape) for info in spec.tensors.values())
+    if count > _MANY_VALUES:
+        logger.info("%s: reading its %.1f billion values once, to see that all are numbers", spec.path, count / 1e9)
+    return formats.check_values(spec)
 
 
 @contextmanager
@@ -167,8 +180,8 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
         yield Finding(
             "error",
             "draft_quantization",
-            f"--speculative-draft-model-quantization: got {method}, which reads a quantised checkpoint; "
-            f"{spec.path} is stored unquantised. Pass unquant, or a method that quantises while it loads.",
+            f"--speculative-draft-model-quantization: got {method}, which reads a quantised checkpoint; expected "
+            f"unquant or a method that quantises while it loads, since {spec.path} is stored unquantised. Pass one.",
         )
     steps, topk, tokens = (
         args.speculative_num_steps,
@@ -197,8 +210,9 @@ def _settle_draft_backend(server_args: Any, args: Any, spec: DraftSpec) -> None:
     if latent is None:
         return
     logger.warning(
-        "sglang-eagle3: --attention-backend: the target runs on %s, which cannot compute the draft's grouped "
-        "attention; the draft runs on %s. --speculative-draft-attention-backend names another.",
+        "sglang-eagle3: --attention-backend: got %s for the target, which cannot compute the draft's grouped "
+        "attention; expected a backend of the draft's own, and took %s. Name another with "
+        "--speculative-draft-attention-backend.",
         latent,
         GROUPED_BACKEND,
     )

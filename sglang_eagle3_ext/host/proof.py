@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sglang_eagle3_ext import assembly
-from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.errors import UnsupportedError, first_line
 from sglang_eagle3_ext.host import capture
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary
@@ -80,7 +80,7 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
         The verdict; switched off, it holds no problem and says so.
 
     Raises:
-        UnsupportedError: the target cannot run a prefill of a few tokens.
+        UnsupportedError: the target cannot run a prefill of a few tokens, or no states come of it.
     """
     if not read_switches().proof:
         return Verdict("off (EAGLE3_EXT_PROOF=off)")
@@ -88,10 +88,12 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
     runner = draft_worker.target_worker.model_runner
     try:
         passes = [run_pass(runner, ids) for ids in _token_ids(runner, plan)]
+    except UnsupportedError:  # says itself what helps
+        raise
     except Exception as error:
         raise UnsupportedError(
-            f"{plan.target.path}: the proof of captured states: got {type(error).__name__}: {error}; expected a "
-            f"prefill of a few tokens to run. {_ADVICE}"
+            f"{plan.target.path}: the proof of captured states: got {type(error).__name__}: {first_line(error)}; "
+            f"expected a prefill of a few tokens to run. {_ADVICE}"
         ) from error
     problems = [*compare(plan, passes, runner.dtype), *size_problems(plan, runner.dtype, draft_worker.draft_runner)]
     if problems:
@@ -99,7 +101,8 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
     unseen = [assembly.spell(b, plan.target.num_layers) for b in plan.capture if b not in passes[0].seen]
     if unseen:
         logger.warning(
-            "sglang-eagle3: %s: %s cannot be observed on %s, so nothing proves what is captured there.",
+            "sglang-eagle3: %s: %s cannot be observed on %s; expected to prove what is captured there. Compare this "
+            "draft's acceptance with what it reached before.",
             plan.target.path,
             ", ".join(unseen),
             type(runner.model).__name__,
@@ -289,7 +292,7 @@ def compare(plan: AssemblyPlan, passes: list[Pass], dtype: torch.dtype) -> list[
                 got += f" ({_name(plan, seen, handed.split(width, -1))})"
             problems[
                 f"{plan.target.path}: captured states: got {got}; expected {list(wanted)} in {dtype}: "
-                f"{', '.join(assembly.spell(b, n) for b in plan.capture)}. {_ADVICE}"
+                f"{', '.join(assembly.spell(b, n) for b in plan.capture)}. {capture.OTHER_ROWS}"
             ] = None
             continue
         for boundary, block in zip(plan.capture, handed.split(width, -1), strict=True):

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_eagle3_ext import assembly, formats
-from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
+from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError, whole_number
 from sglang_eagle3_ext.formats import folder
 from sglang_eagle3_ext.host import config, doctor
 from sglang_eagle3_ext.host.cpu import BACKEND
+from sglang_eagle3_ext.host.flags import abbreviation_problems
 from sglang_eagle3_ext.host.launcher import GROUPED_BACKEND, LATENT_ONLY_BACKENDS
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan, DraftSpec, TargetFacts
@@ -31,6 +32,16 @@ _PLATFORM = "eagle3_ext"
 
 # Short enough to pay at any batch size; a tree is verified whole, so it stays small.
 _STEPS, _TREE_TOKENS = 3, 8
+
+# Each under all of its names.
+_READ = (
+    "--model-path --model", "--revision", "--speculative-algorithm", "--device", "--quantization", "--config",
+    "--speculative-draft-model-path --speculative-draft-model", "--speculative-draft-model-revision",
+    "--speculative-draft-model-quantization", "--speculative-draft-attention-backend", "--attention-backend",
+    "--prefill-attention-backend", "--decode-attention-backend", "--json-model-override-args",
+)  # fmt: skip
+_READ_COUNTS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+_READ_SWITCH = "--speculative-adaptive"
 
 _TRTLLM_MLA_ON_SM100 = frozenset(
     {
@@ -105,25 +116,24 @@ def _own_flags() -> argparse.ArgumentParser:
     return own
 
 
-def _sglang_flags(words: Sequence[str]) -> argparse.Namespace:
+def _sglang_flags(problems: list[str], words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of SGLang's that decide what is added; ``words`` stay as they are."""
-    # Without abbreviations: one that SGLang knows is not recognised here, but still stands last and wins.
     parser = argparse.ArgumentParser(prog="sglang-eagle3 serve", usage=_USAGE, add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model")
-    parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model")
-    for name in (
-        "--attention-backend", "--config", "--decode-attention-backend", "--device", "--json-model-override-args",
-        "--prefill-attention-backend", "--quantization", "--revision", "--speculative-algorithm",
-        "--speculative-draft-attention-backend", "--speculative-draft-model-quantization",
-        "--speculative-draft-model-revision",
-    ):  # fmt: skip
-        parser.add_argument(name)
-    for name in ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--speculative-adaptive", action="store_true")
+    for names in _READ:
+        parser.add_argument(*names.split())
+    for name in _READ_COUNTS:
+        parser.add_argument(name, type=whole_number)
+    parser.add_argument(_READ_SWITCH, action="store_true")
     flags = parser.parse_known_args(words)[0]
     if flags.config:
-        flags = parser.parse_known_args([*_config_file_words(Path(flags.config)), *words])[0]
+        words = [*_config_file_words(Path(flags.config)), *words]
+        flags = parser.parse_known_args(words)[0]
+    problems += abbreviation_problems(words, [*" ".join(_READ).split(), *_READ_COUNTS, _READ_SWITCH])
+    if any(word.startswith("--config=") for word in words):
+        problems.append(
+            f"--config: got --config={flags.config}, which SGLang passes over; expected its file as a word "
+            "of its own. Write a space instead of the sign."
+        )
     return flags
 
 
@@ -157,11 +167,11 @@ def _serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     while words and len(named) < 2 and not words[0].startswith("-"):
         named.append(os.path.expanduser(words.pop(0)))
     if not named:
-        parser.error("DRAFT is missing; expected its folder or Hub id before every flag of SGLang's")
+        parser.error("DRAFT is missing; expected its folder or Hub id before every flag of SGLang's. Name it.")
     words += args.words[cut + 1 :]
-    flags = _sglang_flags(words)
-
-    problems = list(_flag_problems(flags))
+    problems: list[str] = []
+    flags = _sglang_flags(problems, words)
+    problems += _flag_problems(flags)
     draft = _agreed(problems, "DRAFT", named[0], "--speculative-draft-model-path", flags.speculative_draft_model_path)
     wanted = _agreed(problems, "TARGET", named[1] if len(named) > 1 else None, "--model-path", flags.model_path)
     draft_revision = _agreed(

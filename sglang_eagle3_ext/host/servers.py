@@ -1,4 +1,4 @@
-"""Start SGLang servers, watch them come up, and stop them whatever happens."""
+"""Start SGLang servers, watch them come up, and stop them whatever happens, this process being killed included."""
 
 from __future__ import annotations
 
@@ -18,11 +18,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.host.variants import set_aside
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 LOG_TAIL_LINES = 25
+
+GRACE_S = 10
+"""How long a server may take to end when it is asked to."""
+
+_GUARD = """
+read -r _
+kill -s TERM -- "-$1"
+i=0
+while [ "$i" -lt "$2" ]; do
+    sleep 1
+    kill -s 0 -- "-$1" || exit 0
+    i=$((i + 1))
+done
+kill -s KILL -- "-$1"
+"""
+"""What a shell of its own does for a server: it waits until our end of a pipe closes, then ends the server's group.
+
+No code of ours runs in a process that is killed. The kernel's parent-death signal would reach the server alone: what
+it is just starting has not asked for that signal yet.
+"""
 
 
 class ServerError(RuntimeError):
@@ -37,7 +58,7 @@ class Server:
         name: what the table calls it.
         command: the full command but for ``--port``.
         environment: what is set on top of this process's environment.
-        log: file that takes everything the server prints.
+        log: file that takes everything the server prints; one that is there gets a backup name.
         port: filled when it starts.
     """
 
@@ -47,6 +68,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _guard: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -61,9 +83,10 @@ class Server:
         return " ".join(words)
 
     def start(self) -> None:
-        """Start the server in a process group of its own, on a free port."""
+        """Start the server in a process group of its own, on a free port; it does not outlive this process."""
         self.port = free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        set_aside(self.log)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self.command, "--port", str(self.port)],
@@ -73,6 +96,13 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), str(GRACE_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def is_ready(self) -> bool:
         """Ask the server for a token.
@@ -100,9 +130,20 @@ class Server:
             return False
         return True
 
+    def dismiss_guard(self) -> None:
+        """Let go of what would end the server with this process; it has ended."""
+        if self._guard is not None:
+            # First, since it would act when the pipe closes, on a number that may be somebody else's by now.
+            self._guard.kill()
+            self._guard.communicate()
+            self._guard = None
+
     def error(self, what: str) -> ServerError:
         """Build the error that says what the server did, with the tail of its log."""
-        return ServerError(f"server {self.name!r} {what}.\n{self.log_tail()}")
+        return ServerError(
+            f"server {self.name!r} {what}; expected it to serve. See the end of its log for the reason.\n"
+            f"{self.log_tail()}"
+        )
 
     def log_tail(self) -> str:
         """Return the last lines of the log and where the rest is."""
@@ -135,8 +176,7 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
                 waiting.remove(server)
                 bar.update()
             if waiting and time.monotonic() > deadline:
-                tails = "\n".join(server.log_tail() for server in waiting)
-                raise ServerError(f"not ready after {timeout_s:.0f} s.\n{tails}")
+                raise ServerError("\n".join(str(s.error(f"is not ready after {timeout_s:.0f} s")) for s in waiting))
             time.sleep(1.0 if waiting else 0.0)
 
 
@@ -160,7 +200,7 @@ def progress(total: int, what: str) -> tqdm[Any]:
     )
 
 
-def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:
+def stop(servers: Sequence[Server], grace_s: float = GRACE_S) -> None:
     """End servers and everything they started: politely, then for good."""
     for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         left = [server for server in servers if server.send(signum)]
@@ -169,7 +209,9 @@ def stop(servers: Sequence[Server], grace_s: float = 10.0) -> None:
             time.sleep(0.1)
             left = [server for server in left if server.send(0)]
         if not left:
-            return
+            break
+    for server in servers:
+        server.dismiss_guard()
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ class TreeVerifyTritonBackend(TritonAttnBackend):
         """
         if score_mod is not None and forward_batch.forward_mode.is_target_verify():
             raise UnsupportedError(
-                f"attention layer {layer.layer_id}: it verifies with a score function of its own, which the verify"
-                " kernels do not take. Serve this target with EAGLE3_EXT_KERNELS=off."
+                f"attention layer {layer.layer_id}: got a score function of its own in a verify pass; expected none, "
+                "since the verify kernels take none. Serve this target with EAGLE3_EXT_KERNELS=off."
             )
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks, score_mod, aux_tensors)

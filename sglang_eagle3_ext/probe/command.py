@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_eagle3_ext.errors import CheckpointError, first_line
+from sglang_eagle3_ext.errors import CheckpointError, first_line, whole_number
 from sglang_eagle3_ext.formats.folder import locate
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], e
     parser.add_argument(
         "--device", default="cpu", help="where transformers runs the target and lays its states (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random starts (default: %(default)s)")
+    parser.add_argument("--seed", type=whole_number, default=0, help="of the random starts (default: %(default)s)")
     parser.add_argument("--save-features", type=Path, metavar="FILE", help="keep the states for --features")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw acceptance against boundary for each fc block")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -76,9 +76,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], e
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = whole_number(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; expected at least 1")
+        raise argparse.ArgumentTypeError(f"got {value}; expected at least 1. Give another number.")
     return value
 
 
@@ -163,6 +163,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         problems.append("--sglang: got it with --features, which are written already; expected one of them. Drop one.")
     if args.features is None and args.sglang is None:
         problems += _device_problems(args.device)
+    if args.features is None and args.steps > args.max_new_tokens:
+        problems.append(
+            f"--steps: got {args.steps}; expected at most {args.max_new_tokens}, the tokens of an answer. Give fewer, "
+            "or more --max-new-tokens."
+        )
     if args.features is not None and args.tokens is not None:
         problems.append("--tokens: got it with --features, which are written already; expected one of them. Drop one.")
     for name in ("plot", "save_features"):
@@ -183,7 +188,10 @@ def _device_problems(device: str) -> list[str]:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         reason = first_line(error)
-        return [f"--device: got {device}, which PyTorch cannot compute on: {reason}; expected cpu, cuda or the like."]
+        return [
+            f"--device: got {device}, which PyTorch cannot compute on: {reason}; expected cpu, cuda or the like. "
+            "Name one."
+        ]
     return []
 
 
@@ -289,7 +297,7 @@ def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: in
     """Say what it is going to take to run the target in transformers."""
     import torch
 
-    from sglang_eagle3_ext.probe.features import BATCH_BYTES, batches, row_bytes
+    from sglang_eagle3_ext.probe.features import batches, common_start, row_bytes
 
     rows = sum(len(prompt) + new for prompt in ids)
     _announce_sizes(
@@ -301,12 +309,16 @@ def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: in
         for _ in range(2):  # the first one is slow
             began = time.perf_counter()
             model(input_ids=feed, use_cache=False)
-    minutes = (time.perf_counter() - began) * sum(max(len(ids[i]) for i in some) + new for some in cut) / 60
+    texts = [[ids[i] for i in some] for some in cut]
+    columns = sum(max(map(len, some)) - common_start(some) + new for some in texts)
+    minutes = (time.perf_counter() - began) * columns / 60
     weights = sum(p.nbytes for p in model.parameters())
+    # Its states with their padding, the answers cut out of them, keys and values (up to twice as many), and copies.
+    batch = 5 * max(len(some) * (max(map(len, some)) + new) for some in texts) * row_bytes(model)
     _say(
         [
-            f"target: {weights / 1e9:.1f} GB of memory, and up to {BATCH_BYTES / 1e9:.1f} GB for the states of a "
-            f"batch; about {minutes:.1f} min to write the text"
+            f"target: {weights / 1e9:.1f} GB of memory, and up to {batch / 1e9:.1f} GB for a batch; about "
+            f"{minutes:.1f} min to write the text"
         ]
     )
 
@@ -321,7 +333,9 @@ def _announce_sizes(spec: DraftSpec, layers: int, prompts: int, rows: int, size:
             f"{file}: the states need up to {size / 1e9:.1f} GB, got {room / 1e9:.1f} GB free; expected room for "
             "them. Take less text with --tokens, or another place with --save-features or TMPDIR."
         )
-    draft = sum(4 * math.prod(info.shape) for info in spec.tensors.values())
+    # Once as it is kept and once while it is read; what it borrows comes from the target.
+    draft = 2 * sum(4 * math.prod(info.shape) for info in spec.tensors.values())
+    draft += 4 * spec.vocab.target * spec.hidden_size * ((spec.embed == "target") + (spec.lm_head == "target"))
     bound = search_bound(layers, max(1, spec.num_sources), sizes(min(STAGES[-1], max(1, prompts // 2))))
     _say(
         [

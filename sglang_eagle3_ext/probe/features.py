@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sglang_eagle3_ext.errors import CheckpointError, first_line
+from sglang_eagle3_ext.reference import final_norm
 from sglang_eagle3_ext.spec import TargetFacts
 
 
@@ -111,10 +113,10 @@ def encode(prompts: Sequence[Prompt], target: str | Path) -> list[list[int]]:
         Token ids up to where the answer begins.
 
     Raises:
-        CheckpointError: the target has no tokenizer that can be loaded.
+        CheckpointError: the target has no tokenizer that can be loaded, or it makes no token of some prompts.
     """
     tokenizer: Any = None
-    encoded = []
+    encoded: list[list[int]] = []
     for prompt in prompts:
         if isinstance(prompt.content, tuple):
             encoded.append(list(prompt.content))
@@ -136,6 +138,13 @@ def encode(prompts: Sequence[Prompt], target: str | Path) -> list[list[int]]:
         chat = [{"role": "user", "content": prompt.content}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         encoded.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    empty = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if not ids]
+    if empty:
+        listed = ", ".join(json.dumps(prompt.content)[:60] for prompt in empty[:5])
+        raise CheckpointError(
+            f"--prompts: got {len(empty)} of which {target} makes no token: {listed}; expected at least one token of "
+            "each. Leave them out, or give lists of token ids."
+        )
     return encoded
 
 
@@ -332,7 +341,10 @@ class FeatureWriter:
         """
         states = answer.states.contiguous()
         if self._tokens and (self._shape, self._dtype) != (tuple(states.shape[1:]), states.dtype):
-            raise ValueError(f"answer: got states {list(states.shape[1:])}; expected {list(self._shape)} as before.")
+            raise ValueError(
+                f"answer: got states {list(states.shape[1:])}; expected {list(self._shape)} as before. Write one "
+                "target's."
+            )
         self._shape, self._dtype = tuple(states.shape[1:]), states.dtype
         if states.is_meta:
             self._out.seek(states.nbytes, os.SEEK_CUR)
@@ -385,8 +397,9 @@ def capture(
 ) -> None:
     """Let a target answer prompts greedily and keep every boundary at every position.
 
-    Prompts of like length run together, padded on the left; states are kept while the answer is written, so that no
-    token is computed twice. Every row goes on past the end of its answer, as a server's verification does.
+    Prompts of like length run together, padded on the left of what is their own; states are kept while the answer is
+    written, so that no token is computed twice. Every row goes on past the end of its answer, as a server's
+    verification does.
 
     Args:
         model: a causal language model of transformers.
@@ -399,10 +412,9 @@ def capture(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for some in batches(order, prompts, model, max_new_tokens + steps):
-        answers = _answer(model, [prompts[i] for i in some], max_new_tokens, steps)
+        answers = _answer(model, [prompts[i] for i in some], max_new_tokens, steps, progress)
         for i, answer in zip(some, answers, strict=True):
             writer.append(replace(answer, group=groups[i]))
-        progress(len(some) * max_new_tokens)
 
 
 def capture_elsewhere(
@@ -490,58 +502,112 @@ def batches(order: Sequence[int], prompts: Sequence[Sequence[int]], model: Any, 
         begin += size
 
 
+def common_start(prompts: Sequence[Sequence[int]]) -> int:
+    """Count the tokens that all prompts begin with, such as a chat template's; each keeps one for itself."""
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    return min(sum(1 for _ in same), min(map(len, prompts)) - 1)
+
+
 @torch.inference_mode()
-def _answer(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, steps: int) -> list[Answer]:
-    """Answer one batch."""
-    layers = model.config.get_text_config().num_hidden_layers
-    eos = _eos(model.generation_config)
-    longest = max(map(len, prompts))
-    pads = [longest - len(prompt) for prompt in prompts]
-    new = max_new_tokens + steps
-    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)])
-    mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    width = model.config.get_text_config().hidden_size
-    states = torch.empty(len(prompts), longest + new - 1, layers + 2, width, dtype=model.dtype)
-    written = torch.empty(len(prompts), new, dtype=torch.int64)
+def _answer(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    steps: int,
+    progress: Callable[[int], object],
+) -> list[Answer]:
+    """Answer one batch. What all its prompts begin with runs once; answers that are complete leave it."""
+    config, eos = model.config.get_text_config(), _eos(model.generation_config)
+    layers = config.num_hidden_layers
+    longest, new = max(map(len, prompts)), max_new_tokens + steps
     before_norm: list[Tensor] = []
-    hook = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-    past, at, feed, positions = None, 0, ids, (mask.cumsum(-1) - 1).clamp(min=0)
+    hook = final_norm(model).register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    past: Any = None
+
+    def run(feed: Tensor, mask: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the token that each row writes, and all states of its new tokens."""
+        nonlocal past
+        before_norm.clear()
+        out = model(
+            input_ids=feed,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=1,
+        )
+        past = out.past_key_values
+        # Of transformers' states the last one is that after the final norm; boundary n is the norm's input.
+        return out.logits[:, -1].argmax(-1), (*out.hidden_states[:layers], before_norm[0], out.hidden_states[layers])
+
     try:
+        shared = common_start(prompts)
+        begun: tuple[Tensor, ...] = ()
+        if shared:
+            feed = torch.tensor([prompts[0][:shared]], device=model.device)
+            _, begun = run(feed, torch.ones_like(feed), torch.arange(shared, device=model.device)[None])
+            if _keeps_everything(past, longest + new):
+                past.batch_repeat_interleave(len(prompts))
+            else:
+                past, shared, begun = None, 0, ()
+        pads = [longest - len(prompt) for prompt in prompts]
+        feed = torch.tensor([[0] * pad + list(prompt[shared:]) for pad, prompt in zip(pads, prompts, strict=True)])
+        columns = torch.arange(longest)
+        mask = ((columns < shared) | (columns >= shared + torch.tensor(pads)[:, None])).long()
+        feed, mask = feed.to(model.device), mask.to(model.device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, shared:]
+        states = torch.empty(len(prompts), longest + new - 1, layers + 2, config.hidden_size, dtype=model.dtype)
+        for place, state in enumerate(begun):
+            states[:, :shared, place] = state.to(states.device)
+        written = torch.full((len(prompts), new), -1)
+        running, at = torch.arange(len(prompts)), shared
         for step in range(new):
-            before_norm.clear()
-            out = model(
-                input_ids=feed,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=past,
-                use_cache=True,
-                output_hidden_states=True,
-                logits_to_keep=1,
-            )
-            past = out.past_key_values
+            token, every = run(feed, mask, positions)
             here = slice(at, at + feed.shape[1])
-            # Of transformers' states the last one is that after the final norm; boundary n is the norm's input.
-            for place, state in enumerate((*out.hidden_states[:layers], before_norm[0], out.hidden_states[layers])):
-                states[:, here, place] = state.to(states.device)
-            at += feed.shape[1]
-            feed = out.logits[:, -1:].argmax(-1)
-            written[:, step] = feed[:, 0].to(written.device)
-            mask = F.pad(mask, (0, 1), value=1)
-            positions = positions[:, -1:] + 1
-            ended = torch.isin(written[:, : max(0, step + 1 - steps)], eos).any(-1)
-            if bool(ended.all()) or step == new - 1:
+            for place, state in enumerate(every):
+                states[running, here, place] = state.to(states.device)
+            at = here.stop
+            written[running, step] = token.to(written.device)
+            progress(len(prompts) if step < max_new_tokens else 0)
+            going = ~torch.isin(written[running, : max(0, step + 1 - steps)], eos).any(-1)
+            if not going.any():
                 break
+            feed, mask, positions = token[:, None], F.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
+            # To leave a batch costs a copy of its cache.
+            if going.sum() <= 0.9 * len(running) and _keeps_everything(past, longest + new):
+                stay = going.nonzero()[:, 0]
+                running, stay = running[stay], stay.to(model.device)
+                past.batch_select_indices(stay)
+                feed, mask, positions = feed[stay], mask[stay], positions[stay]
+        progress(len(prompts) * max(0, max_new_tokens - step - 1))
     finally:
         hook.remove()
     answers = []
-    for i, prompt in enumerate(prompts):
-        ends = torch.isin(written[i, : min(step + 1, max_new_tokens)], eos).nonzero()[:, 0].tolist()
+    for prompt, pad, row, its in zip(prompts, pads, written, states, strict=True):
+        ends = torch.isin(row[:max_new_tokens], eos).nonzero()[:, 0].tolist()
         completion = ends[0] + 1 if ends else max_new_tokens
-        tokens = torch.cat([torch.tensor(list(prompt)), written[i, : completion + steps]])
-        rows = states[i, pads[i] : pads[i] + len(tokens) - 1]
-        answers.append(Answer(tokens, F.pad(rows, (0, 0, 0, 0, 0, 1)), len(prompt), completion, None))
+        tokens = torch.cat([torch.tensor(list(prompt)), row[: completion + steps]])
+        rows = its.new_zeros(len(tokens), *its.shape[1:])
+        rows[:shared] = its[:shared]
+        rows[shared:-1] = its[shared + pad : pad + len(tokens) - 1]
+        answers.append(Answer(tokens, rows, len(prompt), completion, None))
     return answers
+
+
+def _keeps_everything(past: Any, columns: int) -> bool:
+    """Say whether a cache holds a key and a value of each of so many columns, and nothing else.
+
+    Then rows of it can be copied and left out, and padding may stand anywhere: a window would count it in.
+    """
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    def keeps(layer: Any) -> bool:
+        kind = type(layer)
+        return kind is DynamicLayer or (kind is DynamicSlidingWindowLayer and layer.sliding_window > columns)
+
+    layers = getattr(past, "layers", ())
+    return bool(layers) and all(map(keeps, layers))
 
 
 def _read_eos(target: str | Path) -> Tensor:
@@ -565,14 +631,67 @@ def load_target(target: str | Path, device: str = "cpu") -> Any:
 
     Raises:
         CheckpointError: transformers cannot load it.
+        UnsupportedError: not every state of it can be caught in transformers.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32 if device == "cpu" else "auto")
-        return model.to(device).eval()
+        _choose_attention(model, device)
+        model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise CheckpointError(
             f"{target}: transformers cannot load it on {device}, got {first_line(error)}; expected a causal "
             "language model. Capture its states elsewhere and give them with --features."
         ) from error
+    final_norm(model)  # before an hour is spent on writing
+    return model
+
+
+def _choose_attention(model: Any, device: str) -> None:
+    """Let a model attend as it was trained to, and on a CPU without a copy of each key for every query head."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation != "sdpa":
+        return
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        # transformers' form of PyTorch's attention knows no such cap, and leaves it out without a word.
+        model.set_attn_implementation("eager")
+    elif device == "cpu":
+        AttentionInterface.register("grouped_sdpa", _attend_in_groups)
+        AttentionMaskInterface.register("grouped_sdpa", sdpa_mask)
+        model.set_attn_implementation("grouped_sdpa")
+
+
+def _attend_in_groups(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' ``sdpa``; the one query of each head that shares a key head becomes a row of one call.
+
+    Args:
+        module: the attention.
+        query: [B, HQ, T, D].
+        key: [B, HKV, S, D].
+        value: [B, HKV, S, DV].
+        attention_mask: [B, 1, T, S], or ``None``.
+        options: see transformers.
+
+    Returns:
+        [B, T, HQ, DV], and ``None``.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    batch, heads, rows, width = query.shape
+    groups = heads // key.shape[1]
+    if rows > 1 or groups == 1 or options.get("position_bias") is not None:
+        attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return attended
+    out = F.scaled_dot_product_attention(
+        query.reshape(batch, -1, groups, width),
+        key,
+        value,
+        attn_mask=None if attention_mask is None else attention_mask.expand(batch, 1, groups, -1),
+        scale=options.get("scaling"),
+    )
+    return out.reshape(batch, 1, heads, -1), None

@@ -105,7 +105,7 @@ def picture(result: Probe, file: Path) -> None:
         ValueError: the probe did not measure the curves.
     """
     if result.curves is None:
-        raise ValueError("result: got no curves; expected a probe with_curves.")
+        raise ValueError("result: got no curves; expected a probe with_curves. Probe anew.")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,6 +151,8 @@ def picture(result: Probe, file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be written, got {error}; expected a place for a picture.") from error
+        raise CheckpointError(
+            f"{file}: cannot be written, got {error}; expected a place for a picture. Choose another --plot."
+        ) from error
     finally:
         pyplot.close(figure)

@@ -187,6 +187,9 @@ STAGES = (4, 24, 96)
 _KEPT = (8, 3, 1)
 """Candidates of a race that leave each stage."""
 
+_NAMED = 8
+"""Most assemblies with one block moved, and most with two exchanged, that are found to be no worse."""
+
 _RESTARTS = 1
 """Random starts."""
 
@@ -310,14 +313,17 @@ def accepted(draft: ReferenceDraft, hidden: Tensor, answer: Answer, steps: int) 
     proposed = draft.to_target(step.best())
     counts = (proposed == written[:, 0]).long()
     on = counts.nonzero()[:, 0]
-    if steps == 1 or not len(on):
+    if not len(on):
         return counts
-    chains, step, proposed, alive = Chains(draft, cache, answer.rows[on]), step[on], proposed[on], counts[on].bool()
+    chains, step, proposed = Chains(draft, cache, answer.rows[on]), step[on], proposed[on]
     for k in range(1, steps):
+        going = (counts[on] == k).nonzero()[:, 0]
+        if not len(going):
+            break
         step = chains.advance(proposed, step.state)
-        proposed = draft.to_target(step.best())
-        alive = alive & (proposed == written[on, k])
-        counts[on] += alive
+        # The others go along, and propose nothing that counts.
+        proposed[going] = draft.to_target(step[going].best())
+        counts[on[going]] += proposed[going] == written[on[going], k]
     return counts
 
 
@@ -390,7 +396,7 @@ class Search:
             ]
             if not self._is_worse(other, judge)
         )
-        self.alike = tuple(self._alike(places, block) for block in range(self._blocks))
+        self.alike = self._find_alike(places)
         return places, self._switches
 
     def _first(self, places: Places) -> float:
@@ -461,18 +467,28 @@ class Search:
         if beyond_chance(gain):
             self._switches = turned
 
-    def _alike(self, places: Places, block: int) -> Places:
-        """List the places that a block may have as well."""
-        left = {p: (*places[:block], p, *places[block + 1 :]) for p in range(self._count) if p not in places}
-        for stage, keep in enumerate((*_KEPT[:-1], self._count)):
-            if stage == len(self._stages):
-                break
+    def _find_alike(self, places: Places) -> tuple[Places, ...]:
+        """List for each block the places that it may have as well, by itself or in exchange with another block."""
+        found: list[set[int]] = [set() for _ in places]
+        free = [p for p in range(self._count) if p not in places]
+        moved = [[(*places[:block], p, *places[block + 1 :]) for p in free] for block in range(self._blocks)]
+        for others in (*moved, _exchanges(places)):
+            for other in self._not_worse(places, others):
+                for block, place in enumerate(other):
+                    if place != places[block]:
+                        found[block].add(place)
+        return tuple(tuple(sorted(some)) for some in found)
+
+    def _not_worse(self, places: Places, others: Sequence[Places]) -> list[Places]:
+        """Choose the assemblies that answers do not tell from one that is at least as good."""
+        left = list(others)
+        for stage in range(len(self._stages)):
             best = self._scores(stage, places)
-            loss = {p: best - self._scores(stage, moved) for p, moved in left.items()}
-            nearest = sorted(left, key=lambda p: loss[p].mean().item())[:keep]
+            loss = {other: best - self._scores(stage, other) for other in left}
+            left.sort(key=lambda other: loss[other].mean().item())
             sure = _TELLS if stage == len(self._stages) - 1 else _SURE
-            left = {p: left[p] for p in nearest if not beyond_chance(loss[p], sure)}
-        return tuple(sorted(left))
+            left = [other for other in left[:_NAMED] if not beyond_chance(loss[other], sure)]
+        return left
 
     def _is_worse(self, turned: Switches, judge: Callable[[Scorer, Switches], Tensor]) -> bool:
         """Say whether answers tell that a switch must not be turned."""
@@ -536,9 +552,11 @@ def search_bound(num_layers: int, blocks: int, sizes: Sequence[int]) -> int:
     scan = math.ceil(count / stride) + 3 + 3 * math.ceil(math.log2(stride) + 1)
     exchanges = blocks * (blocks - 1) // 2
     climbs = (2 + _RESTARTS) * _SWEEPS * (blocks * scan + exchanges) * sizes[0]
-    entering = (count, *_KEPT)
+    entering: tuple[int, ...] = (count, *_KEPT)
     race = sum(size * number for size, number in zip(sizes, entering, strict=False))
-    return climbs + (4 * _SWEEPS * (blocks + 1) + blocks) * race + 60 * sizes[-1]
+    entering = (max(count, exchanges), _NAMED, _NAMED)
+    alike = sum(size * number for size, number in zip(sizes, entering, strict=False))
+    return climbs + 4 * _SWEEPS * (blocks + 1) * race + (blocks + 1) * alike + 60 * sizes[-1]
 
 
 def _exchanges(places: Places) -> list[Places]:

@@ -220,6 +220,11 @@ def probe(
     spec = candidates.spec
     plan = assembly.plan(spec, facts)
     check_pair(spec, target, features)
+    longest = max(len(answer.tokens) for answer in features.answers)
+    if steps >= longest:
+        raise CheckpointError(
+            f"--steps: got {steps} with texts of up to {longest} tokens; expected chains that are shorter. Give fewer."
+        )
     n = facts.num_layers
     blocks = max(1, spec.num_sources)
     undeclared: dict[str, str] = {}
@@ -310,6 +315,12 @@ def check_pair(spec: DraftSpec, target: str | Path, features: Features | None = 
     facts = read_target(target)
     findings = assembly.plan(spec, facts).findings
     problems = [f.message for f in findings if f.severity == "error" and f.code in ("target_width", "vocab_size")]
+    if spec.num_sources > facts.num_layers + 2:
+        problems.append(
+            f"{spec.path}:fc.weight: got {spec.num_sources} blocks of columns; expected at most "
+            f"{facts.num_layers + 2}, one for each boundary of {facts.path} and one for the state after its final "
+            "norm. Check --target."
+        )
     if features is not None and not features.answers:
         problems.append("features: got no answer of two tokens or more; expected some. Give other prompts.")
     elif features is not None:

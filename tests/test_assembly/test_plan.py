@@ -366,7 +366,10 @@ def test_the_plan_never_mixes_up_targets(tmp_path):
             129,
             "info",
         ),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 257, "error"),
+        # Where nothing is scaled nothing is stretched.
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 128, None),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 129, "info"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 129, "info"),
     ],
 )
 def test_a_draft_with_fewer_positions_than_its_target(tmp_path, config, context, severity):
@@ -379,5 +382,18 @@ def test_a_draft_with_fewer_positions_than_its_target(tmp_path, config, context,
     found = [f for f in p.findings if f.code == "short_context"]
     assert [f.severity for f in found] == ([severity] if severity else [])
     assert any("stock stops" in sentence for sentence in p.differences) == bool(severity)
-    if severity == "error":
-        assert "--context-length 256" in found[0].message
+
+
+@pytest.mark.parametrize(("context", "severities"), [(64, []), (65, ["warning"]), (129, ["warning", "info"])])
+def test_longrope_is_another_rotation_beyond_its_trained_length(tmp_path, context, severities):
+    lists = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    scaling = {"rope_type": "longrope", **lists, "original_max_position_embeddings": 64}
+    p = plan(
+        tmp_path,
+        replace(target(), context=context),
+        override={"sources": ["embed", "layer3", "layer31"]},
+        config={"max_position_embeddings": 128, "rope_scaling": scaling},
+    )
+    found = [f for f in p.findings if f.code == "short_context"]
+    assert [f.severity for f in found] == severities
+    assert not found or "--context-length 64" in found[0].message

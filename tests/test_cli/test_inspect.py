@@ -493,7 +493,7 @@ def test_a_full_disk_behind_stdout_is_said(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("sglang-eagle3: got ")
+    assert done.stderr.startswith("sglang-eagle3: a file or the output: got No space left on device; expected a place ")
     assert done.stderr.count("\n") == 1
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +98,33 @@ def run_to_exit(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, error
+
+
+@contextmanager
+def warm(folder: Path) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
+    """Hand out launches like those of ``run_to_exit`` that share one import of SGLang."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "warm.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        launches, ends = process.stdin, process.stdout
+
+        def launch(words: Sequence[str]) -> tuple[int, str]:
+            error = folder / "error.log"
+            error.unlink(missing_ok=True)
+            asked = {"arguments": [*words, "--port", str(free_port())], "cwd": str(folder), "error": str(error)}
+            launches.write(json.dumps(asked) + "\n")
+            launches.flush()
+            return int(ends.readline()), error.read_text(errors="replace")
+
+        try:
+            yield launch
+        finally:
+            launches.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +57,7 @@ class Refusal:
         named: parts of the line.
         draft: makes the draft out of the demo's, at a path; the demo's own where there is none.
         words: changes the arguments; gets the draft, too.
-        command: which of SGLang's two commands.
+        command: which of SGLang's two commands; none: the first, in a fork of an interpreter that has imported it.
         broken: whether the contract is.
         problems: how many problems there are, a line each.
     """
@@ -66,7 +65,7 @@ class Refusal:
     named: tuple[str, ...]
     draft: Callable[[Path, Path], Path] | None = None
     words: Callable[[list[str], Path], list[str]] | None = None
-    command: tuple[str, ...] = servers.LAUNCH
+    command: tuple[str, ...] | None = None
     broken: bool = False
     problems: int = 1
 
@@ -93,6 +92,19 @@ def narrow_fc(draft: Path, to: Path) -> Path:
     return broken
 
 
+def without_numbers(draft: Path, to: Path) -> Path:
+    broken = variant(draft, to, {})
+    tensors = load_file(draft / "model.safetensors")
+    for name in ("fc.weight", "norm.weight"):
+        tensors[name].view(-1)[7] = torch.nan
+    save_file(tensors, broken / "model.safetensors")
+    return broken
+
+
+def whole_model(words: list[str], draft: Path) -> list[str]:
+    return [words[words.index("--model-path") + 1] if w == str(draft) else w for w in words]
+
+
 def with_algorithm(name: str) -> Callable[[list[str], Path], list[str]]:
     return lambda words, draft: [name if w == "EAGLE3" else w for w in words]
 
@@ -109,7 +121,9 @@ REFUSALS = {
     "unknown source": Refusal(("layer fifteen",), declaring(sources=["embed", "layer3", "layer fifteen"])),
     "unknown key": Refusal(("eagle3_ext.source",), declaring(source=["embed", "layer3", "layer15"])),
     "fc of the wrong width": Refusal(("1727",), narrow_fc),
-    "truncated file": Refusal(("model.safetensors",), truncated),
+    "truncated file": Refusal(("model.safetensors",), truncated, command=servers.LAUNCH),
+    "values that are no numbers": Refusal(("fc.weight", "norm.weight", "1 value"), without_numbers, problems=2),
+    "the target as the draft": Refusal(("whole language model", "LlamaForCausalLM", "30"), words=whole_model),
     "vocabulary of another target": Refusal(("t2d", "50000", "49152"), saying(vocab_size=50000), problems=2),
     "width of another target": Refusal(("640", "576"), saying(target_hidden_size=640), problems=3),
     "missing folder": Refusal(("nowhere",), lambda draft, to: to.parent / "nowhere"),
@@ -122,7 +136,9 @@ REFUSALS = {
         declaring(sources=["embed", "layer3", "layer15"], strict=True),
         lambda words, draft: [*words[:-1], "7"],
     ),
-    "broken contract": Refusal(("sglang.srt.server_args.gone", "sglang-eagle3 doctor"), broken=True),
+    "broken contract": Refusal(
+        ("sglang.srt.server_args.gone", "sglang-eagle3 doctor"), command=servers.LAUNCH, broken=True
+    ),
 }
 
 
@@ -130,19 +146,24 @@ REFUSALS = {
 def ends(
     target: Path, draft: Path, broken: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str]]:
-    """The exit code and stderr of every launch above, two running at a time."""
+    """The exit code and stderr of every launch above."""
     folder = tmp_path_factory.mktemp("refused")
 
-    def launch(name: str) -> tuple[int, str]:
+    def words_of(name: str) -> list[str]:
         case = REFUSALS[name]
         served = draft if case.draft is None else case.draft(draft, folder / name.replace(" ", "_"))
         words = servers.arguments(target, served, *servers.CHAIN)
-        if case.words is not None:
-            words = case.words(words, served)
-        return servers.run_to_exit(words, command=case.command, env=broken if case.broken else None, cwd=folder)
+        return words if case.words is None else case.words(words, served)
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(REFUSALS, pool.map(launch, REFUSALS), strict=True))
+    got = {}
+    with servers.warm(folder) as launch:
+        for name, case in REFUSALS.items():
+            if case.command is None:
+                got[name] = launch(words_of(name))
+            else:
+                env = broken if case.broken else None
+                got[name] = servers.run_to_exit(words_of(name), command=case.command, env=env, cwd=folder)
+    return got
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -252,15 +252,30 @@ def test_a_size_that_nothing_tells_is_named(tmp_path, key):
     }
     with pytest.raises(CheckpointError) as caught:
         formats.read_draft(write_draft(tmp_path, "deepseek", config_changes=absent, tensor_changes=tensors))
-    assert [f.code for f in caught.value.findings] == ["config_incomplete"]
+    assert [f.code for f in caught.value.findings] == ["config_incomplete", "missing_tensor"]
     assert f"config.json:{key}: got nothing" in caught.value.findings[0].message
+    assert all(f"self_attn.{part}.weight" in str(caught.value) for part in ("kv_a_layernorm", "q_b_proj", "kv_b_proj"))
 
 
 def test_all_sizes_that_nothing_tells_are_named_at_once(tmp_path):
-    absent = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"), -3)
+    absent = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    tensors: dict[str, torch.Tensor | None] = {
+        f"{ATTENTION}{part}.weight": None for part in ("kv_a_layernorm", "kv_a_proj_with_mqa", "kv_b_proj")
+    }
     with pytest.raises(CheckpointError) as caught:
-        formats.read_draft(write_draft(tmp_path, "deepseek", config_changes=absent))
-    assert len(caught.value.findings) == 3
+        formats.read_draft(write_draft(tmp_path, "deepseek", config_changes=absent, tensor_changes=tensors))
+    assert [f.code for f in caught.value.findings] == [*["config_incomplete"] * 3, "missing_tensor"]
+
+
+@pytest.mark.parametrize("key", LATENT)
+@pytest.mark.parametrize("value", [-4, 0])
+def test_a_size_that_no_draft_can_have_is_an_error_and_taken_from_the_tensors(tmp_path, key, value):
+    spec = formats.read_draft(write_draft(tmp_path, "deepseek", config_changes={key: value}))
+    assert [f.code for f in spec.findings if f.severity == "error"] == ["config_value"]
+    assert f"config.json:{key}: got {value}; expected a positive integer" in spec.findings[-1].message + str(
+        [f.message for f in spec.findings]
+    )
+    assert spec.attention.latent == Latent(14, 16, 8, 4, 6)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,42 @@ def test_two_traces_are_an_error_that_names_both(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("dialect", "changes", "claimed"),
+    [
+        ("vllm", {f"eagle_config.{IDS}": [1, 3, 5]}, "vllm"),
+        ("angelslim", {}, "angelslim"),
+        ("automodel", {}, "automodel"),
+        ("modelopt", {"architectures": ["LlamaForCausalLMEagle3Deep"]}, "modelopt"),
+        ("speculators", {}, "speculators"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("trace", "trainer"),
+    [({"_torchspec_version": "0.1.0"}, "torchspec"), ({"eagle_config.use_mtp_layernorm": False}, "modelopt")],
+)
+def test_a_class_name_does_not_settle_what_another_trainer_s_trace_contradicts(
+    tmp_path, dialect, changes, claimed, trace, trainer
+):
+    write_draft(tmp_path, dialect, config_changes={**changes, **trace})
+    if trainer == claimed:
+        assert formats.read_draft(tmp_path).producer == trainer
+        return
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(tmp_path)
+    [found] = [f for f in raised.value.findings if f.code == "dialect_ambiguous"]
+    assert f"config.json: {claimed} claims it, and config.json" in found.message
+    assert next(iter(trace)).rpartition(".")[2] in found.message
+
+
+def test_an_ambiguous_dialect_hides_nothing_else(tmp_path):
+    changes = {"_torchspec_version": "0.1.0", "hidden_act": "gelu", "eagle3_ext": {"sorces": []}}
+    write_draft(tmp_path, "vllm", config_changes=changes)
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(tmp_path)
+    assert sorted(f.code for f in raised.value.findings) == ["dialect_ambiguous", "eagle3_ext", "hidden_act"]
+
+
+@pytest.mark.parametrize(
     ("architecture", "reason"),
     [
         ("KimiK3Eagle3DraftModel", "its attention is MLA with an output gate"),

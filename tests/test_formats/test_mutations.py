@@ -1,19 +1,31 @@
-"""Property: whatever stands in ``config.json``, reading a draft gives its facts or a ``CheckpointError``."""
+"""Property: whatever a draft's files hold, ``inspect`` tells its facts or what is wrong, with no traceback.
+
+What it prints is JSON of the published schema, with a target and without; jsonschema decides what that accepts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import pytest
-from checkpoints import Dialect, write_draft
+import torch
+from checkpoints import Dialect, write_draft, write_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
-from sglang_eagle3_ext import formats
+from sglang_eagle3_ext import cli, formats
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.spec import DraftSpec
 
+VALIDATOR = jsonschema.Draft202012Validator(
+    json.loads((Path(__file__).parents[2] / "docs/inspect.schema.json").read_text())
+)
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=8), v, max_size=3))
 KEYS = (
@@ -88,14 +100,31 @@ def drafts(tmp_path_factory):
     return {d: write_draft(tmp_path_factory.mktemp(d), d) for d in get_args(Dialect)}
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return str(write_target(tmp_path_factory.mktemp("target")))
+
+
+def no_json(word):
+    raise AssertionError(f"{word} is no JSON")
+
+
+def inspect(folder, *more, as_json=True):
+    """Run the command in this process; return the exit code and the object it prints, ``None`` for text."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = cli.main(["inspect", str(folder), *more, "--json" if as_json else "--trace"])
+    return code, json.loads(out.getvalue(), parse_constant=no_json) if as_json else None
+
+
 @settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_a_mutated_config_reads_or_says_why(drafts, data):
+def test_a_mutated_config_reads_or_says_why(drafts, target, data):
     folder = drafts[data.draw(st.sampled_from(sorted(drafts)))]
     file = folder / "config.json"
     text = file.read_text()
@@ -105,13 +134,65 @@ def test_a_mutated_config_reads_or_says_why(drafts, data):
         put(config, path, data.draw(PLAUSIBLE | VALUES))
     try:
         file.write_text(json.dumps(config))
-        findings = formats.read_draft(folder).findings
-    except CheckpointError as error:
-        findings = error.findings
-        assert any(f.severity == "error" for f in findings)  # noqa: PT017
+        for more in ((), ("--target", target)):
+            code, printed = inspect(folder, *more)
+            assert [error.message for error in VALIDATOR.iter_errors(printed)] == []
+            assert code == any(f["severity"] == "error" for f in printed["findings"])
+            assert all(f["message"].endswith(".") for f in printed["findings"])
+        if printed["format"] is not None:
+            inspect(folder, *more, as_json=False)
     finally:
         file.write_text(text)
-    assert all(f.message.endswith(".") for f in findings)
+
+
+SIZES = (
+    "draft_vocab_size",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "kv_lora_rank",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "target_hidden_size",
+    "v_head_dim",
+    "vocab_size",
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_tensors_read_or_say_why(drafts, target, data):
+    folder = drafts[data.draw(st.sampled_from(sorted(drafts)))]
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    text, whole = config.read_text(), weights.read_bytes()
+    keys = json.loads(text)
+    sizes = keys.get("transformer_layer_config", keys)
+    # What the config does not say is taken from the tensors, whatever their shapes are.
+    for key in data.draw(st.lists(st.sampled_from(SIZES), max_size=4)):
+        sizes.pop(key, None)
+    tensors = load(whole)
+    for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=3, unique=True)):
+        shape = data.draw(st.none() | st.lists(st.integers(0, 40), max_size=3))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn]))
+        if shape is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.zeros(shape).to(dtype)
+    try:
+        config.write_text(json.dumps(keys))
+        weights.write_bytes(save(tensors))
+        for more in ((), ("--target", target, "--weights")):
+            code, printed = inspect(folder, *more)
+            assert [error.message for error in VALIDATOR.iter_errors(printed)] == []
+            assert code == any(f["severity"] == "error" for f in printed["findings"])
+        if printed["format"] is not None:
+            inspect(folder, *more, as_json=False)
+    finally:
+        config.write_text(text)
+        weights.write_bytes(whole)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -441,7 +441,7 @@ FATAL = {
     "index broken": (
         lambda p: (p / "model.safetensors.index.json").write_text("{}"),
         "index_unreadable",
-        "weight_map: got None",
+        "weight_map: got null",
     ),
     "config nested without end": (
         lambda p: broken(p, '{"a":' * 100_000),
@@ -538,12 +538,22 @@ def test_names_that_cannot_be_a_folder(name):
         formats.read_draft(name)
 
 
-@pytest.mark.parametrize("part", ["", "model.safetensors"], ids=["folder", "weights"])
-def test_what_may_not_be_read_is_not_said_to_be_absent(tmp_path, monkeypatch, part):
+def test_a_folder_that_may_not_be_listed_is_not_said_to_be_empty(tmp_path, monkeypatch):
     path = write_draft(tmp_path)
     # By hand, since root may read everything.
-    monkeypatch.setattr("os.access", lambda place, mode: str(place) != str(path / part))
+    monkeypatch.setattr("os.access", lambda place, mode: str(place) != str(path))
     with pytest.raises(CheckpointError, match="got .*Permission denied"):
+        formats.read_draft(path)
+
+
+def test_weights_that_may_not_be_read_are_not_said_to_be_absent(tmp_path, monkeypatch):
+    path = write_draft(tmp_path)
+
+    def refuse(file, mode):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("sglang_eagle3_ext.formats.folder.open", refuse, raising=False)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read, got Permission denied; expected"):
         formats.read_draft(path)
 
 
@@ -706,9 +716,11 @@ def test_a_dtype_is_named_where_speculators_write_it(tmp_path):
 
 @pytest.mark.parametrize(("key", "value"), [("num_attention_heads", -4), ("head_dim", 0)])
 def test_heads_that_no_draft_can_have_are_an_error(tmp_path, key, value):
-    with pytest.raises(CheckpointError, match=f"{key}: got {value}; expected a positive integer") as raised:
-        formats.read_draft(write_draft(tmp_path, config_changes={key: value}))
-    assert [f.code for f in raised.value.findings] == ["config_value"]
+    spec = formats.read_draft(write_draft(tmp_path, config_changes={key: value}))
+    assert [f.code for f in spec.findings] == ["config_value"]
+    assert f"{key}: got {value}; expected a positive integer" in spec.findings[0].message
+    # Everything else is checked with what the tensors tell.
+    assert (spec.attention.heads, spec.attention.head_dim) == (4, 12)
 
 
 @pytest.mark.parametrize(
@@ -809,3 +821,17 @@ def test_target_that_lacks_a_key(tmp_path, key):
     with pytest.raises(CheckpointError, match=key) as raised:
         formats.read_target(tmp_path)
     assert [f.code for f in raised.value.findings] == ["target_unreadable"]
+
+
+def test_an_identity_map_is_not_kept(tmp_path):
+    spec = formats.read_draft(
+        write_draft(tmp_path, draft_vocab=96, tensor_changes={"d2t": torch.zeros(96, dtype=torch.int64)})
+    )
+    assert (spec.vocab.map, spec.origins["vocab_map"]) == ("none", "weights")
+    assert (spec.weights["d2t"], spec.missing, spec.unconsumed) == (f"{formats.IGNORED}d2t", (), ())
+    assert "d2t" not in dict(formats.read_tensors(spec))
+
+
+def test_a_window_that_nothing_sizes_is_none(tmp_path):
+    asked = {"use_sliding_window": True}
+    assert formats.read_draft(write_draft(tmp_path, config_changes=asked)).attention.sliding_window is None

@@ -147,13 +147,16 @@ def put_attention(model: Any) -> None:
         layer.self_attn.attn = CausalAttention(layer.self_attn.attn)
 
 
-def draft_config(folder: Path, override: Mapping[str, Any] | None = None, dtype: str = "float32") -> Any:
-    """Let SGLang read a draft's config."""
+def draft_config(
+    folder: Path, override: Mapping[str, Any] | None = None, dtype: str = "float32", context: int | None = None
+) -> Any:
+    """Let SGLang read a draft's config, beside a target of this context."""
     from sglang.srt.configs.model_config import ModelConfig
 
     return ModelConfig(
         str(folder),
         dtype=dtype,
+        context_length=context,
         is_draft_model=True,
         speculative_algorithm="EAGLE3",
         model_override_args=json.dumps({} if override is None else {"eagle3_ext": override}),
@@ -200,9 +203,15 @@ def share(model: Any, target: Target) -> None:
         model.set_embed(target.embed.weight)
 
 
-def serve(folder: Path, target: Target, override: Mapping[str, Any] | None = None, dtype: str = "float32") -> Served:
+def serve(
+    folder: Path,
+    target: Target,
+    override: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    context: int | None = None,
+) -> Served:
     """Bring a draft to where SGLang would run its first pass."""
-    config = draft_config(folder, override, dtype)
+    config = draft_config(folder, override, dtype, context)
     plan = resolve(config, target)
     model = build(config)
     assert type(model).__module__ == "sglang_eagle3_ext.host.models.llama_eagle3"
@@ -253,6 +262,7 @@ def batch(mode: str, states: torch.Tensor) -> Any:
     made: Any = LogitsMetadata(ForwardMode[mode], CaptureHiddenMode.FULL, extend_seq_lens=torch.tensor([len(states)]))
     made.spec_info = SimpleNamespace(hidden_states=states)
     made.contains_mm_inputs = lambda: False
+    made.mrope_positions = None
     return made
 
 
@@ -263,7 +273,10 @@ def run_served(model: Any, steps: list[Pass], states: torch.Tensor) -> list[tupl
     for step in steps:
         rows = list(step.positions)
         given = recurring if step.mode == "DECODE" else states[rows]
-        out = model(step.tokens, torch.tensor(rows), batch(step.mode, given))
+        made = batch(step.mode, given)
+        # On text the three axes of a multimodal position are one.
+        made.mrope_positions = torch.tensor(rows).expand(3, -1)
+        out = model(step.tokens, torch.tensor(rows), made)
         seen.append((out.next_token_logits, out.hidden_states))
         recurring = out.hidden_states[-1:]
     return seen
@@ -370,6 +383,13 @@ LLAMA3 = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
     "original_max_position_embeddings": 16,
 }
 
@@ -521,8 +541,60 @@ VARIANTS = {
     "rope_linear": Variant(
         config={"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, unlike={"rope.scaling": None}
     ),
+    "rope_linear_without_a_fraction": Variant(
+        config={"rope_scaling": {"type": "linear", "factor": 3}}, unlike={"rope.scaling": None}
+    ),
     "rope_llama3": Variant(config={"rope_scaling": LLAMA3}, unlike={"rope.scaling": None}),
+    "rope_yarn": Variant(config={"rope_scaling": YARN}, unlike={"rope.scaling": None}),
+    "rope_yarn_attention_factor": Variant(
+        config={"rope_scaling": YARN | {"attention_factor": 1.5, "truncate": False}},
+        unlike={"rope.scaling": YARN | {"truncate": False}},
+    ),
+    "rope_yarn_mscale": Variant(
+        config={"rope_scaling": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5, "attention_factor": 1.25}},
+        unlike={"rope.scaling": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}},
+    ),
+    "rope_yarn_length_beside_it": Variant(
+        config={"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+        unlike={"rope.scaling": YARN | {"original_max_position_embeddings": 512}},
+    ),
+    "rope_dynamic": Variant(
+        # SGLang would stretch the base by this power everywhere; training does nowhere within the draft's length.
+        config={"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        says={"rope.scaling": None},
+        unlike={"rope.theta": 10000.0 * 3.0 ** (12 / 10)},
+    ),
+    "rope_dynamic_alpha": Variant(
+        config={"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
+        says={"rope.scaling": None},
+        unlike={"rope.theta": 10000.0 * 1000.0 ** (12 / 10)},
+    ),
+    "rope_mrope": Variant(
+        config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 3]}},
+        says={"rope.scaling": {"rope_type": "default", "mrope_section": [2, 1, 3]}},
+        unlike={"rope.theta": 500.0},
+    ),
+    "rope_mrope_interleaved": Variant(
+        config={"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True}},
+        unlike={"rope.theta": 500.0},
+    ),
+    "rope_mrope_yarn": Variant(
+        config={"rope_scaling": YARN | {"mrope_section": [2, 2, 2]}}, unlike={"rope.scaling": None}
+    ),
     "rope_llama3_overridden": Variant(ext={"rope_scaling": LLAMA3}, unlike={"rope.scaling": None}),
+    "rope_scaling_in_two_places": Variant(
+        config={
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            "rope_scaling": {"rope_type": "linear", "type": "default", "factor": 4.0},
+        },
+        says={"rope.scaling": {"rope_type": "linear", "factor": 4.0}},
+        unlike={"rope.scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "rope_theta_in_two_places": Variant(
+        config={"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "rope_theta": 31.0}},
+        says={"rope.theta": 31.0},
+        unlike={"rope.theta": 500.0},
+    ),
     "rope_partial": Variant(
         config={"partial_rotary_factor": 0.5},
         says={"rope.partial_rotary_factor": 0.5},
@@ -577,7 +649,7 @@ VARIANTS = {
     ),
     "no_map": Variant({"draft_vocab": VOCAB}, says={"vocab.map": "none", "lm_head": "own"}),
     "map_over_the_whole_vocabulary": Variant(
-        {"draft_vocab": VOCAB}, tensors={"d2t": torch.zeros(VOCAB, dtype=torch.int64)}, says={"vocab.map": "offset"}
+        {"draft_vocab": VOCAB}, tensors={"d2t": torch.zeros(VOCAB, dtype=torch.int64)}, says={"vocab.map": "none"}
     ),
     "widths_that_divide_nothing": Variant(
         {
@@ -664,7 +736,92 @@ def test_some_variants_equal_stock(targets: Callable[[int], Target], tmp_path: P
     plans = {name: resolve(draft_config(v.at(tmp_path / name)), targets(M)) for name, v in same_width.items()}
     equal = {name for name, plan in plans.items() if plan.equals_stock}
     assert {"plain", "norms_per_source", "norm_over_all", "state_after_norm", "head_of_the_target"} <= equal
+    # What is said of stock's choice among several is shown by its bits.
+    assert {"rope_yarn", "rope_mrope", "rope_scaling_in_two_places", "rope_theta_in_two_places"} <= equal
+    assert not equal & {"rope_dynamic", "rope_mrope_yarn", "rope_yarn_attention_factor"}
     assert not equal & {"permuted", "residual_after_norm", "qk_norms", "no_final_norm", "absolute_map"}
+
+
+# ---- rotary embeddings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 2.0},
+        {"type": "dynamic", "factor": 2.0},
+        LLAMA3,
+        {"type": "yarn", "factor": 4.0},
+        {"type": "mrope", "mrope_section": [2, 2, 2]},
+    ],
+    ids=lambda s: s and s.get("type", "llama3"),
+)
+def test_positions_go_on_beyond_the_draft_s_own(
+    scaling: dict[str, Any] | None, targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    """A draft of four positions beside a target of many: nothing but the rotation as it began (atlas A11)."""
+    folder = Variant(config={"max_position_embeddings": 4, "rope_scaling": scaling}).at(tmp_path)
+    served = serve(folder, targets(M), context=64)
+    assert served.spec.max_position_embeddings == 4 < passes()[-1].positions[0]
+    features = served.features(9)
+    got = run_served(served.model, passes(), served.in_capture_order(features))
+    wanted = run_reference(served.reference, passes(), features)
+    assert distance(got, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"attention_factor": 1.75}], ids=str)
+def test_longrope_is_transformers_own(
+    changes: dict[str, Any], targets: Callable[[int], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its factors are those of the draft's length, not of the target's, to which the table is made longer."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # The reference refuses longrope, which is another beyond its trained length; within, it computes it.
+    monkeypatch.setattr(reference, "_TEXT_ROPES", (*reference._TEXT_ROPES, "longrope"))
+    scaling = LONGROPE | changes
+    folder = Variant(config={"max_position_embeddings": 64, "rope_scaling": scaling}).at(tmp_path)
+    served = serve(folder, targets(M), context=256)
+    features = served.features(9)
+    got = run_served(served.model, passes(), served.in_capture_order(features))
+    wanted = run_reference(served.reference, passes(), features)
+    assert distance(got, wanted) < CLOSE
+    # With the lists exchanged, and with the factors that the target's length would give.
+    exchanged = {"short_factor": LONGROPE["long_factor"], "long_factor": LONGROPE["short_factor"]}
+    for unlike in (exchanged, {"factor": 16.0, "attention_factor": None}):
+        other = refer(change_fields(served.spec, {"rope.scaling": scaling | unlike}), targets(M))
+        assert distance(run_reference(other, passes(), features), wanted) > 100 * CLOSE
+
+    config = LlamaConfig(
+        head_dim=12, max_position_embeddings=64, rope_parameters={"rope_theta": served.spec.rope.theta, **scaling}
+    )
+    angles, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=200)
+    positions = torch.tensor([0, 17, 199])
+    query = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    turned, _ = served.model.model.layers[0].self_attn.rotary_emb(positions, query, query.clone())
+    angle = positions[:, None] * angles
+    first, second = query.chunk(2, dim=-1)
+    expected = torch.cat(
+        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1
+    )
+    torch.testing.assert_close(turned, expected * factor, rtol=0, atol=1e-4)
+
+
+def test_a_multimodal_rope_serves_text_without_multimodal_positions(
+    targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    served = serve(VARIANTS["rope_mrope"].at(tmp_path), targets(M))
+    states, ids = served.in_capture_order(served.features(4)), torch.arange(4)
+    out = served.model(ids, torch.arange(4), batch("EXTEND", states))
+    made = batch("EXTEND", states)
+    made.mrope_positions = torch.arange(4).expand(3, -1)
+    put_back(served.model)
+    again = served.model(ids, torch.arange(4), made)
+    torch.testing.assert_close(out.hidden_states, again.hidden_states, rtol=0, atol=1e-6)
+    made.mrope_positions = torch.arange(4) * torch.tensor([[1], [2], [5]])
+    put_back(served.model)
+    assert not torch.allclose(served.model(ids, torch.arange(4), made).hidden_states, again.hidden_states, atol=1e-3)
 
 
 # ---- what is borrowed ---------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 The scheduler is SGLang's own, brought up in this process and stepped from here: prompts in chunks, prefixes out of
 the radix cache, requests of different lengths in one batch, requests that leave in the middle, and a pool so small
-that requests are retracted and start over. Beside it stands transformers with the same weights, one text at a time.
+that requests are retracted and start over. Two more are forked, as the two ranks of another server with the same
+requests. Beside them stands transformers with the same weights, one text at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 os.environ["SGLANG_PLATFORM"] = "eagle3_ext"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import functools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 import kimi
 import pytest
 import torch
+import workers
 from simulated_trees import simulate_tree
 
 from sglang_eagle3_ext import reference
@@ -39,6 +42,10 @@ CHUNK, POOL = 16, 220
 
 STEPS, TOPK, DRAFT_TOKENS = 3, 2, 6
 
+LAYERS = 34
+SOURCES, BOUNDARIES = ("layer31", "embed", "layer3"), (32, 0, 4)
+"""What the draft is trained on, in another order than the target's layers run in."""
+
 
 class Pair(NamedTuple):
     """A target, as files and in transformers, and a draft trained on it."""
@@ -51,11 +58,11 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
-    model = kimi.make_target()
+    model = kimi.make_target(LAYERS)
     target = kimi.write_target(folder / "target", model)
     prompts = torch.randint(3, kimi.VOCAB, (96, 6), generator=torch.Generator().manual_seed(1))
-    draft = kimi.write_draft(folder / "draft", "grouped")
-    kimi.train(draft, target, kimi.write_texts(model, prompts, 20), updates=150)
+    draft = kimi.write_draft(folder / "draft", "grouped", SOURCES)
+    kimi.train(draft, target, kimi.write_texts(model, prompts, 20, BOUNDARIES), updates=150)
     return Pair(target, model, draft)
 
 
@@ -71,7 +78,7 @@ class Request:
         new_tokens: how many to write.
         arrives: step of the scheduler before which it is handed in.
         leaves: when it is aborted; never unless given.
-        req: SGLang's own record of it.
+        req: SGLang's own record of it; once it is served, what is kept of that.
         fed: for every feature row of the draft that belongs to it: position, token read, states [K*M].
         cache: keys of the draft [T, HKV, D] that the last step found for it, one row for every committed token.
         passes: feature passes of its prompt.
@@ -92,6 +99,35 @@ class Request:
     def ids(self) -> list[int]:
         """Its tokens: prompt and answer."""
         return [*self.prompt, *(self.req.output_ids if self.req is not None else ())]
+
+
+class Record(NamedTuple):
+    """What is kept of SGLang's record of a request, under its names, and can be handed on to another process.
+
+    Attributes:
+        written: tokens of the answer up to its end.
+        aborted: whether that was SGLang's kind of end.
+    """
+
+    output_ids: list[int]
+    cached_tokens: int
+    retraction_count: int
+    spec_verify_ct: int
+    spec_correct_drafts_histogram: list[int]
+    written: int
+    aborted: bool
+
+
+def keep(req: Any) -> Record:
+    return Record(
+        list(req.output_ids),
+        req.cached_tokens,
+        req.retraction_count,
+        req.spec_verify_ct,
+        list(req.spec_correct_drafts_histogram),
+        len(req.output_ids_through_stop),
+        type(req.finished_reason).__name__ == "FINISH_ABORT",
+    )
 
 
 class Load:
@@ -170,6 +206,8 @@ class Load:
                     self._look_into_cache()
                 scheduler.process_batch_result(self.batch, scheduler.run_batch(self.batch))
             elif all(request.arrives < step for request in requests.values()):
+                for request in requests.values():
+                    request.req, request.leaves = keep(request.req), None
                 return requests
             scheduler.last_batch = self.batch
             step += 1
@@ -199,24 +237,12 @@ def received(name: str, request: Request) -> Any:
     )
 
 
-@pytest.fixture(scope="session")
-def load(pair: Pair) -> Iterator[Load]:
+def make_load(pair: Pair, ranks: int = 1, rank: int = 0, port: int | None = None) -> Load:
     """Bring up SGLang's scheduler with a target and its draft, as its process does."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    settings = ServerArgs(
-        model_path=str(pair.target),
-        speculative_draft_model_path=str(pair.draft),
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        speculative_algorithm="EAGLE3",
+    settings = workers.settings(
+        pair.target,
+        pair.draft,
+        tp_size=ranks,
         speculative_num_steps=STEPS,
         speculative_eagle_topk=TOPK,
         speculative_num_draft_tokens=DRAFT_TOKENS,
@@ -225,8 +251,49 @@ def load(pair: Pair) -> Iterator[Load]:
         max_running_requests=6,
         schedule_conservativeness=0.01,  # admit more than there is room for
     )
-    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    yield Load(Scheduler(settings, PortArgs.init_new(settings)))
+
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs
+
+    publish(settings, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
+    ports = PortArgs.init_new(settings)
+    ports.nccl_port = port or ports.nccl_port
+    return Load(Scheduler(settings, ports))
+
+
+class Seen(NamedTuple):
+    """What one rank of a server saw of the scenario, and how many lengths one batch held."""
+
+    ranks: int
+    rank: int
+    requests: dict[str, Request]
+    widest: int
+
+
+def run_rank(pair: Pair, ranks: int, rank: int, port: int) -> Seen:
+    """Serve the scenario as one rank of several."""
+    load = make_load(pair, ranks, rank, port)
+    return Seen(ranks, rank, load.serve(scenario()), load.widest)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """Run both ranks of a server of two."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    # What every rank needs, imported once.
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    work = {"load": functools.partial(run_rank, pair._replace(model=None))}
+    return workers.on_ranks(work, tmp_path_factory.mktemp("seen"), sizes=[2])["load"][2]
+
+
+@pytest.fixture(scope="session")
+def load(pair: Pair, two_ranks: list[Seen]) -> Iterator[Load]:
+    """Bring the scheduler up in this process, which can fork no more ranks behind it."""
+    yield make_load(pair)
     torch.distributed.destroy_process_group()
 
 
@@ -255,8 +322,18 @@ def scenario() -> dict[str, Request]:
 
 
 @pytest.fixture(scope="session")
-def served(load: Load) -> dict[str, Request]:
-    return load.serve(scenario())
+def one_rank(load: Load) -> Seen:
+    return Seen(1, 0, load.serve(scenario()), load.widest)
+
+
+@pytest.fixture(params=["alone", "first_of_two", "second_of_two"], scope="session")
+def seen(request: pytest.FixtureRequest, one_rank: Seen, two_ranks: list[Seen]) -> Seen:
+    return {"alone": one_rank, "first_of_two": two_ranks[0], "second_of_two": two_ranks[1]}[request.param]
+
+
+@pytest.fixture(scope="session")
+def served(seen: Seen) -> dict[str, Request]:
+    return seen.requests
 
 
 # ---- what is compared ---------------------------------------------------------------------------------------------
@@ -266,8 +343,8 @@ def served(load: Load) -> dict[str, Request]:
 def results() -> Iterator[dict[str, Any]]:
     """Collect what was found; kept in the file that ``LOAD_RESULTS`` names."""
     found: dict[str, Any] = {
-        "layers": kimi.LAYERS,
-        "sources": ", ".join(kimi.SOURCES),
+        "layers": LAYERS,
+        "sources": ", ".join(SOURCES),
         "draft_tokens": DRAFT_TOKENS,
         "chunk": CHUNK,
     }
@@ -281,7 +358,16 @@ def distance(some: torch.Tensor, other: torch.Tensor) -> float:
     return float((some - other).abs().max() / other.abs().max())
 
 
-def compare(served: Mapping[str, Request], model: Any) -> tuple[list[str], float]:
+States = Callable[[tuple[int, ...]], torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def plain(pair: Pair) -> States:
+    """Run a text alone, once; give its states [T, K*M] in the order that the draft was trained on."""
+    return functools.cache(functools.partial(kimi.states_of, pair.model, boundaries=BOUNDARIES))
+
+
+def compare(served: Mapping[str, Request], plain: States) -> tuple[list[str], float]:
     """Compare every row fed to the draft with what a plain run of its text has at that position.
 
     Returns:
@@ -290,7 +376,9 @@ def compare(served: Mapping[str, Request], model: Any) -> tuple[list[str], float
     found, worst = [], 0.0
     for name, request in served.items():
         ids = request.ids
-        expected = kimi.states_of(model, ids)
+        blocks = plain(tuple(ids)).split(kimi.M, -1)
+        # Fed as the target's layers hand them out: fc's columns stand in that order since the weights were loaded.
+        expected = torch.cat([blocks[BOUNDARIES.index(b)] for b in sorted(BOUNDARIES)], -1)
         for position, token, states in request.fed:
             # A request that was aborted is committed further than it was answered.
             if position + 1 < len(ids) and token != ids[position + 1]:
@@ -303,23 +391,34 @@ def compare(served: Mapping[str, Request], model: Any) -> tuple[list[str], float
     return found, worst
 
 
-def test_it_was_a_load(load: Load, served: dict[str, Request], results: dict[str, Any]) -> None:
+def test_it_was_a_load(seen: Seen, served: dict[str, Request], results: dict[str, Any]) -> None:
     """Everything that the scenario is for did happen."""
-    results |= {
+    counts = {
         "requests": len(served),
         "cached": sum(r.req.cached_tokens for r in served.values()),
-        "widest": load.widest,
+        "widest": seen.widest,
         "retractions": sum(r.req.retraction_count for r in served.values()),
-        "aborted": sum(type(r.req.finished_reason).__name__ == "FINISH_ABORT" for r in served.values()),
+        "aborted": sum(r.req.aborted for r in served.values()),
     }
+    results |= counts | results
+    assert {key: results[key] for key in counts} == counts, "two ranks had another load than one"
     assert max(r.passes for r in served.values()) >= 4, "no prompt came in chunks"
     assert served["second_with_prefix"].req.cached_tokens >= 30, "no prefix came out of the cache"
-    assert load.widest >= 4, "nothing ran side by side"
-    assert sum(r.req.retraction_count for r in served.values()) > 0, "nobody was retracted"
+    assert seen.widest >= 4, "nothing ran side by side"
+    assert counts["retractions"] > 0, "nobody was retracted"
     for name in ("leaves_in_prefill", "leaves_in_decode"):
-        assert type(served[name].req.finished_reason).__name__ == "FINISH_ABORT"
+        assert served[name].req.aborted
     assert 0 < len(served["leaves_in_decode"].req.output_ids) < 40
     assert not served["leaves_in_prefill"].req.output_ids
+
+
+def test_both_ranks_are_fed_the_same_bits(two_ranks: list[Seen]) -> None:
+    first, second = (seen.requests for seen in two_ranks)
+    for name, request in first.items():
+        assert request.req == second[name].req
+        for (*row, states), (*other, others) in zip(request.fed, second[name].fed, strict=True):
+            assert row == other
+            assert torch.equal(states, others)
 
 
 def test_drafts_were_accepted(served: dict[str, Request]) -> None:
@@ -333,10 +432,11 @@ def test_tokens_are_those_without_speculation(pair: Pair, served: dict[str, Requ
         assert kimi.is_greedy(pair.model, request.ids, len(request.prompt))
 
 
-def test_every_row_is_that_of_a_plain_run(pair: Pair, served: dict[str, Request], results: dict[str, Any]) -> None:
-    found, worst = compare(served, pair.model)
+def test_every_row_is_that_of_a_plain_run(plain: States, served: dict[str, Request], results: dict[str, Any]) -> None:
+    found, worst = compare(served, plain)
     assert not found, "\n".join(found)
-    results |= {"rows": sum(len(r.fed) for r in served.values()), "states": float(f"{worst:.1e}")}
+    results["rows"] = results.get("rows", 0) + sum(len(r.fed) for r in served.values())
+    results["states"] = max(results.get("states", 0.0), float(f"{worst:.1e}"))
 
 
 def test_no_position_is_left_out(served: dict[str, Request]) -> None:
@@ -350,20 +450,21 @@ def test_no_position_is_left_out(served: dict[str, Request]) -> None:
 
 
 def test_the_drafts_cache_is_that_of_a_plain_run(
-    pair: Pair, served: dict[str, Request], results: dict[str, Any]
+    pair: Pair, plain: States, seen: Seen, results: dict[str, Any]
 ) -> None:
-    """Also where rows came out of the radix cache or were moved after verification."""
+    """Also where rows came out of the radix cache or were moved after verification; each rank has heads of its own."""
     draft, rows, worst = reference.load(pair.draft, target=pair.target), 0, 0.0
-    for name, request in served.items():
+    for name, request in seen.requests.items():
         if request.cache is None:
             continue
         ids = request.ids[: len(request.cache) + 1]
         assert len(ids) == len(request.cache) + 1
-        _, cache = draft.feature_pass(draft.project(kimi.states_of(pair.model, ids)), torch.tensor(ids))
-        off = distance(request.cache, cache.keys[0])
+        _, cache = draft.feature_pass(draft.project(plain(tuple(ids))), torch.tensor(ids))
+        off = distance(request.cache, cache.keys[0].chunk(seen.ranks, 1)[seen.rank])
         assert off <= CLOSE, name
         rows, worst = rows + len(request.cache), max(worst, off)
-    results |= {"cache_rows": rows, "keys": float(f"{worst:.1e}")}
+    results["cache_rows"] = results.get("cache_rows", 0) + rows
+    results["keys"] = max(results.get("keys", 0.0), float(f"{worst:.1e}"))
 
 
 def test_trees_are_accepted_as_the_reference_predicts(load: Load, pair: Pair, results: dict[str, Any]) -> None:
@@ -373,8 +474,8 @@ def test_trees_are_accepted_as_the_reference_predicts(load: Load, pair: Pair, re
     counts = [req.spec_correct_drafts_histogram for req in alone]
     served = [sum(count[i] for count in counts if i < len(count)) for i in range(STEPS + 1)]
     draft = reference.load(pair.draft, target=pair.target)
-    texts = kimi.write_texts(pair.model, prompts, most + STEPS)
-    written = [len(req.output_ids_through_stop) for req in alone]  # some end before they are as long as they may be
+    texts = kimi.write_texts(pair.model, prompts, most + STEPS, BOUNDARIES)
+    written = [req.written for req in alone]  # some end before they are as long as they may be
     predicted = [
         simulate_tree(draft, text.ids, text.features, text.prompt, STEPS, TOPK, DRAFT_TOKENS, count)
         for text, count in zip(texts, written, strict=True)
@@ -423,11 +524,11 @@ FAULTS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_that_a_plain_run_does_not_show_is_seen(name: str, load: Load, pair: Pair) -> None:
+def test_a_fault_that_a_plain_run_does_not_show_is_seen(name: str, load: Load, plain: States) -> None:
     load.scheduler.flush_cache()
     prompts = {"short": tokens(3, seed=41), "in chunks": tokens(25, seed=42)}
     with fault(load, FAULTS[name]):
         spoiled = load.serve({key: Request(prompt, 5) for key, prompt in prompts.items()})
     load.scheduler.flush_cache()
-    assert compare(spoiled, pair.model)[0]
-    assert compare(load.serve({"alone": Request(tokens(7, seed=40), 4)}), pair.model)[0] == []
+    assert compare(spoiled, plain)[0]
+    assert compare(load.serve({"alone": Request(tokens(7, seed=40), 4)}), plain)[0] == []

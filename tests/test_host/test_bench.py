@@ -298,6 +298,42 @@ def test_everything_that_is_wrong_is_said_at_once(
     assert all(line.startswith(f"sglang-eagle3: {start}") for line, start in zip(lines, starts, strict=True))
 
 
+@pytest.mark.parametrize(
+    "spell", ["{} x", "{}=x", "{:.12} x", "{:.12}=x"], ids=["space", "sign", "short", "short_sign"]
+)
+@pytest.mark.parametrize("name", bench._OURS_TO_SET)
+def test_flags_that_the_comparison_sets_are_refused(settings: bench.Settings, name: str, spell: str):
+    words = spell.format(name).split()
+    with pytest.raises(bench.BenchError, match=r"does not set itself\. Leave it out; DRAFT, TARGET, ") as caught:
+        replace(settings, flags=("--tp-size", "2", *words))
+    assert str(caught.value).startswith(f"--: got {words[0].partition('=')[0]}; expected ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-total", "9"), "--max-total: got an abbreviation of --max-total-tokens; expected that flag in full"),
+        (("--dev=cpu",), "--dev: got an abbreviation of --device;"),
+        (("--config", "x.yaml"), "--: got --config; expected every flag on the command line"),
+    ],
+)
+def test_flags_that_the_comparison_would_overlook_are_refused(
+    settings: bench.Settings, words: tuple[str, ...], message: str
+):
+    with pytest.raises(bench.BenchError) as caught:
+        replace(settings, flags=words)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_of_two_flags_the_last_one_counts(settings: bench.Settings):
+    given = ("--device", "cpu", "--device=cuda")
+    assert bench.server_flags(replace(settings, flags=given)) == (
+        [*given, *bench.server_flags(replace(settings, flags=("--device", "cuda")))[0][2:]],
+        {},
+    )
+
+
 @pytest.mark.parametrize("text", ['["\\ud83d"]', "[" * 100_000], ids=["surrogate", "nested"])
 def test_prompts_that_no_request_can_carry(tmp_path: Path, text: str):
     file = tmp_path / "prompts.json"

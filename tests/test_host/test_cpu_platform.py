@@ -126,6 +126,7 @@ def settings(**changes: Any) -> SimpleNamespace:
     """Make the server settings that the platform looks at."""
     served: dict[str, Any] = {"page_size": None, "kv_cache_dtype": "auto", "speculative_use_rejection_sampling": False}
     served |= {"attention_backend": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    served |= {"ep_size": 1, "moe_dense_tp_size": None, "moe_a2a_backend": "none"}
     return SimpleNamespace(**(served | changes))
 
 
@@ -153,13 +154,17 @@ def test_settings_that_would_be_served_wrongly_are_refused_together() -> None:
     platform = Eagle3CpuPlatform()
     platform.apply_server_args_defaults(settings())
     platform.apply_server_args_defaults(settings(page_size=1, kv_cache_dtype="bfloat16"))
-    wrong = settings(page_size=64, kv_cache_dtype="fp8_e5m2", speculative_use_rejection_sampling=True)
+    dealt = {"ep_size": 2, "moe_dense_tp_size": 1, "moe_a2a_backend": "deepep"}
+    wrong = settings(page_size=64, kv_cache_dtype="fp8_e5m2", speculative_use_rejection_sampling=True, **dealt)
     with pytest.raises(UnsupportedError) as caught:
         platform.apply_server_args_defaults(wrong)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "--page-size",
         "--kv-cache-dtype",
+        "--ep-size",
+        "--moe-dense-tp-size",
+        "--moe-a2a-backend",
         "--speculative-use-rejection-sampling",
     ]
 

@@ -75,6 +75,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
         "fits": (draft("fits"), {"context_length": 100}),
         "longer": (draft("longer"), {"context_length": 4096}),
         "yarn": (draft("yarn", rope_scaling=YARN), {"context_length": 4096}),
+        "yarn within its stretch": (draft("stretch", rope_scaling=YARN), {"context_length": 300}),
+        "dynamic": (draft("dynamic", rope_scaling={"type": "dynamic", "factor": 4.0}), {"context_length": 300}),
         "key": (draft("key", quantization_config=FP8), {}),
         "file": (beside, {}),
         "reads a checkpoint": (draft("awq"), {"quantization": "awq"}),
@@ -99,6 +101,9 @@ def test_a_draft_that_brings_what_breaks_it_just_starts(cases: dict[str, tuple[P
     # Where the scaling falls back on the draft's own length, that length is kept.
     assert (ours["yarn"]["context"], ours["yarn"]["positions"]) == (4096, 4096)
     assert ours["yarn"]["rope"]["original_max_position_embeddings"] == 128
+    # Neither does the factor of these give a draft more positions than it says.
+    for name in ("yarn within its stretch", "dynamic"):
+        assert (ours[name]["context"], ours[name]["positions"]) == (300, 300)
 
     # A plain draft keeps its plain layers, whatever was copied from the target.
     assert (stock["key"]["quantisation"], ours["key"]["quantisation"]) == ("fp8", None)

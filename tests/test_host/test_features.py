@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import features
 from sglang_eagle3_ext.spec import TargetFacts
 
@@ -73,6 +74,33 @@ def test_states_of_another_dtype_stop_the_server(place: features.Place) -> None:
     keeper = features.Keeper(features.Place(place.file, AT, 5, "bfloat16"), FACTS)
     with pytest.raises(RuntimeError, match=r"got states in torch\.float32; expected torch\.bfloat16"):
         keep(keeper, ForwardMode.EXTEND, [("a", range(2))])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--model-path", "x"),
+            "--sglang: got --model-path; expected only flags that this command does not set itself.",
+        ),
+        (("--model=x",), "--sglang: got --model; "),
+        (("--model-pa", "x"), "--sglang: got --model-pa; "),
+        (("--rev=x",), "--sglang: got --rev; "),
+        (("--port", "1", "--host=::"), "--sglang: got --port, --host; expected "),
+        (("--dty", "float16"), "--dty: got an abbreviation of --dtype; "),
+        (("--config", "x.yaml"), "--sglang: got --config; expected every flag on the command line"),
+    ],
+)
+def test_flags_that_are_settled_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(features, "running", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(CheckpointError) as caught:
+        features.write_states(
+            tmp_path, [[1]], 1, tmp_path / "f", 0, dtype=torch.float32, flags=words, say=print, progress=print
+        )
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
 
 
 def test_flags_that_scatter_the_rows_are_refused_all_at_once() -> None:

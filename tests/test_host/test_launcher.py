@@ -10,7 +10,7 @@ from checkpoints import write_draft
 
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
-from sglang_eagle3_ext.host import launcher
+from sglang_eagle3_ext.host import config, launcher
 from sglang_eagle3_ext.host.launcher import flag_findings
 
 
@@ -81,6 +81,32 @@ def test_every_problem_is_found_at_once(tmp_path):
 def test_an_override_that_is_no_object_is_refused(text):
     with pytest.raises(CheckpointError, match="^--json-model-override-args: got .*; expected a JSON object"):
         launcher._override(SimpleNamespace(json_model_override_args=text))
+
+
+NO_CLASS = {
+    "no architectures": {"architectures": None},
+    "none that is a name": {"architectures": [None]},
+    "a whole model": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30, "draft_vocab_size": None},
+    "a typing error": {"architectures": ["LlamaForCausalLMEagel3"]},
+    "nobody's draft class": {"architectures": ["PEagleLlamaForCausalLM"]},
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("changes", NO_CLASS.values(), ids=NO_CLASS)
+def test_what_no_draft_class_serves_is_refused(tmp_path, changes):
+    # No fc: nothing but the config says what it is.
+    path = write_draft(tmp_path / "draft", config_changes=changes, tensor_changes={"fc.weight": None})
+    with pytest.raises(CheckpointError, match=r"config\.json: .*expected an EAGLE-3 draft"):
+        config.read_spec(str(path), None, None)
+
+
+@pytest.mark.host
+def test_a_draft_class_of_another_kind_is_left_alone(tmp_path):
+    path = write_draft(tmp_path / "draft", config_changes={"architectures": ["MistralForCausalLMEagle"]})
+    assert config.read_spec(str(path), None, None) is None
+    with pytest.raises(CheckpointError, match="MistralForCausalLMEagle|no dialect claims it"):
+        config.read_spec(str(path), None, {"sources": ["embed", "layer3", "last"]})
 
 
 @pytest.mark.host

@@ -323,6 +323,29 @@ def test_the_users_config_file_wins(pair, capsys, tmp_path):
     assert got["--speculative-num-draft-tokens"] == "6"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model-pa", "x"], "--model-pa: got an abbreviation of --model-path; expected that flag in full"),
+        (["--model-pa=x"], "--model-pa: got an abbreviation of --model-path;"),
+        (["--speculative-num-st", "5"], "--speculative-num-st: got an abbreviation of --speculative-num-steps;"),
+        (["--", "--speculative-adapt"], "--speculative-adapt: got an abbreviation of --speculative-adaptive;"),
+        (["--config", "FILE"], "--speculative-draft-model-pa: got an abbreviation of --speculative-draft-model-path;"),
+        (["--config=FILE"], "--config: got --config="),
+        (["--model-path=x"], "--model-path: got x, and TARGET is "),
+        (["--model", "x"], "--model-path: got x, and TARGET is "),
+        (["--speculative-draft-model=x"], "--speculative-draft-model-path: got x, and DRAFT is "),
+        (["--speculative-draft-model-path", "x"], "--speculative-draft-model-path: got x, and DRAFT is "),
+    ],
+)
+def test_no_spelling_of_a_flag_wins_in_silence(pair, capsys, started, tmp_path, words, message):
+    file = tmp_path / "server.yaml"
+    file.write_text("speculative-draft-model-pa: x\n" if words == ["--config", "FILE"] else "")
+    err = refused(capsys, started, *pair, *(word.replace("FILE", str(file)) for word in words))
+    assert err.startswith(f"sglang-eagle3: {message}")
+    assert err.count("\n") == 1
+
+
 def test_dates_in_the_config_file_are_sglangs_business(pair, capsys, tmp_path):
     file = tmp_path / "server.yaml"
     file.write_text("json-model-override-args: {released: 2026-01-01}")
@@ -515,12 +538,11 @@ def test_sglang_understands_every_added_flag(tmp_path, capsys):
     quantised = {**DSA, "quantization_config": {"quant_method": "fp8"}}
     target = write_target(tmp_path / "target", config_changes=quantised)
     revisions = ["--draft-revision", "d", "--target-revision", "t"]
-    _, words = printed(capsys, draft, target, *revisions, "--print", "--speculative-num-st", "6")
+    _, words = printed(capsys, draft, target, *revisions, "--print", "--speculative-num-steps", "6")
     args = parser.parse_args(words)
     assert (args.model_path, args.revision) == (str(target), "t")
     assert (args.speculative_draft_model_path, args.speculative_draft_model_revision) == (str(draft), "d")
     assert (args.speculative_algorithm, args.speculative_eagle_topk) == ("EAGLE3", 1)
     assert args.speculative_draft_model_quantization == "unquant"
     assert args.speculative_draft_attention_backend == "triton"
-    # Not recognised here, but the user's all the same: SGLang takes the last.
-    assert args.speculative_num_steps == 6
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (6, 7)

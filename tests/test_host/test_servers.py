@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -15,10 +16,10 @@ import pytest
 from sglang_eagle3_ext.host.servers import Server, ServerError, running, signals_as_exit, stop
 
 STAND_IN = """
-import http.server, signal, subprocess, sys
+import http.server, os, signal, subprocess, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("pids", child.pid, flush=True)
+print("pids", os.getpid(), child.pid, flush=True)
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Health(http.server.BaseHTTPRequestHandler):
@@ -40,7 +41,19 @@ def is_alive(pid: int) -> bool:
 
 
 def pids_of(*servers: Server) -> list[int]:
-    return [int(line.split()[1]) for s in servers for line in s.log.read_text().splitlines() if "pids" in line]
+    lines = [line.split() for s in servers for line in s.log.read_text().splitlines()]
+    return [int(pid) for words in lines if words[:1] == ["pids"] for pid in words[1:]]
+
+
+def guards_of(pids: list[int]) -> list[int]:
+    """Find the shells that watch over servers."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_text(errors="replace").split("\0")
+            if "guard" in words and set(map(str, pids)) & set(words):
+                found.append(int(file.parent.name))
+    return found
 
 
 def wait_gone(pids: list[int]) -> bool:
@@ -57,9 +70,11 @@ def test_servers_answer_on_ports_of_their_own_and_end_with_the_block(tmp_path: P
         assert first.is_ready()
         assert second.is_ready()
         pids = pids_of(first, second)
-        assert len(pids) == 2
+        assert len(pids) == 4
         assert all(map(is_alive, pids))
+        assert len(guards_of(pids)) == 2
     assert wait_gone(pids)
+    assert not guards_of(pids)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -84,7 +99,7 @@ def test_a_server_that_dies_shows_its_log_and_takes_the_others_along(tmp_path: P
     with pytest.raises(ServerError) as caught, running([good, bad]):
         pytest.fail("the block must not be entered")
     message = str(caught.value)
-    assert "'bad' ended with code 3" in message
+    assert message.startswith("server 'bad' ended with code 3; expected it to serve. See the end of its log")
     assert "the reason" in message
     assert str(bad.log) in message
     assert max(map(len, message.splitlines())) < 500
@@ -92,25 +107,46 @@ def test_a_server_that_dies_shows_its_log_and_takes_the_others_along(tmp_path: P
     assert wait_gone(pids_of(good))
 
 
-def test_sigterm_to_the_caller_stops_its_servers(tmp_path: Path):
-    code = f"""
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+@pytest.mark.parametrize("word", ["", "stubborn"])
+def test_a_signal_to_the_caller_ends_its_servers(tmp_path: Path, signum: signal.Signals, code: int, word: str):
+    script = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from sglang_eagle3_ext.host.servers import Server, running
-one = Server("one", [sys.executable, "-c", {STAND_IN!r}], Path({str(tmp_path / "one.log")!r}))
-with running([one]):
+from sglang_eagle3_ext.host import servers
+servers.stop.__defaults__, servers.GRACE_S = (0.5,), 1
+log = Path({str(tmp_path / "one.log")!r})
+with servers.running([servers.Server("one", [sys.executable, "-c", {STAND_IN!r}, {word!r}], log)]):
     print("up", flush=True)
     time.sleep(600)
 """
-    caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     assert caller.stdout.readline() == "up\n"
+    caller.stdout.close()
     pids = pids_of(server(tmp_path, "one", ""))
+    assert len(pids) == 2
     assert all(map(is_alive, pids))
-    caller.send_signal(signal.SIGTERM)
-    assert caller.wait(timeout=20) == 128 + signal.SIGTERM
-    assert wait_gone(pids)
+    try:
+        caller.send_signal(signum)
+        assert caller.wait(timeout=20) == code
+        assert wait_gone(pids)
+        assert wait_gone(guards_of(pids))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[0], signal.SIGKILL)
+
+
+def test_the_log_of_an_earlier_run_is_kept(tmp_path: Path):
+    for text in ("first", "second"):
+        one = server(tmp_path, "one", f"print({text!r}); raise SystemExit(3)")
+        with pytest.raises(ServerError, match=text), running([one]):
+            pytest.fail("the block must not be entered")
+    assert (tmp_path / "one.1.log").read_text() == "first\n"
+    assert (tmp_path / "one.log").read_text() == "second\n"
 
 
 def test_one_after_the_other_the_next_starts_when_the_first_answers(tmp_path: Path):

@@ -328,7 +328,7 @@ def test_a_score_function_is_refused_and_not_computed_without_it(runner: Any, ou
     batch = draw(runner, layer)
     forward = forward_batch(runner, CASE.lengths, TABLE_ROWS, DRAFT_SLOTS, batch.mask)
     ours.init_forward_metadata(forward)
-    with pytest.raises(UnsupportedError, match="verifies with a score function of its own"):
+    with pytest.raises(UnsupportedError, match="got a score function of its own in a verify pass; expected none"):
         ours.forward_extend(batch.q.flatten(1), batch.k_draft, batch.v_draft, layer, forward, score_mod=print)
 
 

@@ -11,9 +11,19 @@ import pytest
 import torch
 from planted import FAMILIES, make_target
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.probe.features import Answer, Features, FeatureWriter, Prompt, capture, encode, read_prompts
+from sglang_eagle3_ext.probe.features import (
+    Answer,
+    Features,
+    FeatureWriter,
+    Prompt,
+    capture,
+    encode,
+    load_target,
+    read_prompts,
+)
 from sglang_eagle3_ext.reference import capture_hf
 
 PROMPTS = [[5, 9], [3], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [50]]
@@ -27,14 +37,12 @@ def captured(model: Any, file: Path, prompts: list[list[int]] = PROMPTS) -> Feat
     return Features.open(file)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_and_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    model = make_target(family)
-    features = captured(model, tmp_path / "f.safetensors")
-    assert len(features.answers) == len(PROMPTS)
+def check(features: Features, model: Any, prompts: list[list[int]]) -> None:
+    """Compare with what a model writes to each prompt alone, and with its states."""
+    assert len(features.answers) == len(prompts)
     assert (features.num_layers, features.steps) == (3, STEPS)
     by_prompt = {tuple(a.tokens[: a.prompt_length].tolist()): a for a in features.answers}
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts):
         answer = by_prompt[tuple(prompt)]
         alone = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW + STEPS, eos_token_id=[])[0]
         ends = [k for k in range(len(prompt), len(prompt) + NEW) if alone[k] == 2]
@@ -44,6 +52,53 @@ def test_answers_and_states_are_those_of_transformers(tmp_path: Path, family: st
         assert answer.group == ("even" if i % 2 == 0 else None)
         expected = capture_hf(model, answer.tokens, [0, 1, 2, 3, "final_norm"]).unflatten(1, (5, -1))
         torch.testing.assert_close(answer.states[:-1], expected[:-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_and_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    model = make_target(family)
+    check(captured(model, tmp_path / "f.safetensors"), model, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        pytest.param("gemma2", {"sliding_window": 8}, id="gemma2-short_window"),
+        pytest.param("gemma2", {"attn_logit_softcapping": 0.05}, id="gemma2-low_cap"),
+    ],
+)
+def test_prompts_may_begin_alike(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """What they begin with runs once where padding behind it does no harm; the target is loaded as the command does."""
+    make_target(family, **changes).save_pretrained(tmp_path / "target")
+    prompts = [[9, 33, 7, 21, *prompt] for prompt in PROMPTS]
+    features = captured(load_target(tmp_path / "target"), tmp_path / "f", prompts)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32, attn_implementation="eager")
+    check(features, plain, prompts)
+
+
+def test_no_token_is_computed_in_vain(tmp_path: Path) -> None:
+    model, fed, done = make_target("llama"), 0, 0
+
+    def count(module: Any, args: Any, options: dict[str, Any]) -> None:
+        nonlocal fed
+        fed += options["input_ids"].numel()
+
+    def count_done(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    prompts = [[9, 33, 7, 21, last] for last in range(30, 38)]
+    for name, eos in (("whole", []), ("ended", [2])):
+        fed = done = 0
+        model.generation_config.eos_token_id = eos
+        with FeatureWriter(tmp_path / name, target="t", steps=STEPS) as writer:
+            capture(model, prompts, [None] * 8, writer, max_new_tokens=40, steps=STEPS, progress=count_done)
+        lengths = [len(a.tokens) - a.prompt_length for a in Features.open(tmp_path / name).answers]
+        assert (min(lengths) < 40 + STEPS) == (name == "ended")
+        assert fed == 4 + sum(lengths)
+        assert done == 8 * 40
 
 
 def test_an_answer_ends_where_the_target_ends_it(tmp_path: Path) -> None:

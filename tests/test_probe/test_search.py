@@ -149,6 +149,22 @@ def test_says_what_the_texts_do_not_tell(tmp_path: Path, target: Path) -> None:
     assert any("do not tell whether it is rope_theta=500000 or rope_theta=1e+06" in line for line in as_text(result))
 
 
+def test_names_blocks_that_may_change_places(tmp_path: Path, target: Path) -> None:
+    """Two equal blocks of fc add up to the same whichever of two states each of them reads."""
+    folder = write_draft(tmp_path / "draft")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    first, _, last = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([first, first, last], dim=1)
+    save_file(tensors, file)
+    result = probe(folder, target, features(load(folder, target), (0, 4, 7), answers=24))
+    one, other, third = result.best.places
+    assert ({one, other}, third) == ({0, 4}, 7)
+    assert other in result.alike[0]
+    assert one in result.alike[1]
+    assert not {0, 4} & set(result.alike[2])
+
+
 def test_ids_are_tried_in_every_convention(tmp_path: Path, target: Path) -> None:
     """A list that its trainer meant as boundaries is read as outputs, and the probe says so."""
     changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True}}

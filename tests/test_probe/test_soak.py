@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from sglang_eagle3_ext import reference
 from sglang_eagle3_ext.formats import read_draft, read_tensors
 from sglang_eagle3_ext.probe.features import Features, FeatureWriter, capture
+from sglang_eagle3_ext.probe.search import Candidates, Scorer, beyond_chance
 from sglang_eagle3_ext.probe.verdict import probe
 from sglang_eagle3_ext.reference import ReferenceDraft
 
@@ -43,13 +44,18 @@ PAIRS = (
     Pair("qwen2", 5, (4, 1, 3)),
     Pair("qwen3", 6, (6, 2)),
     Pair("qwen3", 6, (7, 0, 3), 40, True),
+    Pair("llama", 9, (8, 0, 5, 2, 6)),
+    Pair("gemma3", 6, (6, 2, 4)),
+    Pair("qwen2", 8, (1, 7, 4, 8)),
+    Pair("qwen3", 4, (5,)),
 )
-MISREAD = (Pair("gemma3", 6, (5, 0, 2, 3, 1)),)
-"""Pairs that the probe is known to read wrong: it finds (5, 7, 3, 1, 2)."""
-
-ALIKE = (Pair("gemma2", 4, (1, 4)),)
-"""Pairs whose drafts do not tell two boundaries apart: with boundary 0 in the place of 1 the score on 240 answers is
-0.003 nats lower, with an error of 0.006."""
+ALIKE = (
+    Pair("gemma2", 4, (1, 4)),
+    Pair("gemma2", 5, (5, 2)),
+    Pair("gemma3", 6, (5, 0, 2, 3, 1)),
+)
+"""Pairs whose drafts do not tell boundaries apart: what they were trained on scores no better than what is found, on
+all 240 answers. Gemma scales its embedding up, so that it is still most of the stream behind the first layers."""
 
 
 def write_texts(family: str, layers: int, folder: Path, seed: int = 0) -> tuple[Path, Features, Features]:
@@ -110,11 +116,11 @@ def write_pair(pair: Pair, tmp_path: Path) -> tuple[Path, Path, Features]:
     return draft, target, to_probe
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [*PAIRS, *(pytest.param(p, marks=pytest.mark.xfail(reason="the probe misreads this pair")) for p in MISREAD)],
-    ids=lambda p: f"{p.family}-{p.layers}-{'-'.join(map(str, p.places))}",
-)
+def name(pair: Pair) -> str:
+    return f"{pair.family}-{pair.layers}-{'-'.join(map(str, pair.places))}"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=name)
 def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)
@@ -125,14 +131,19 @@ def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
     assert result.verdict == "other_found"
 
 
-@pytest.mark.parametrize("pair", ALIKE, ids=lambda p: p.family)
+@pytest.mark.parametrize("pair", ALIKE, ids=name)
 def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)
     assert result.verdict == "other_found"
     for place, best, alike in zip(pair.places, result.best.places, result.alike, strict=True):
         assert place in (best, *alike)
-    assert sum(map(len, result.alike)) <= 2  # of eight other places
+    others = len(pair.places) * (pair.layers + 1)
+    assert sum(map(len, result.alike)) <= others / 3
+    # No search could do better: the truth itself proposes no better, on the answers that were kept from it included.
+    scorer = Scorer(Candidates(draft, target), features.answers)
+    best = scorer.per_answer(result.best.places, result.best.switches)
+    assert not beyond_chance(scorer.per_answer(pair.places, ()) - best, 2.0)
 
 
 def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path) -> None:

@@ -65,7 +65,25 @@ def test_boundaries_are_the_streams_between_layers(target) -> None:
 def test_captures_from_a_folder(target, tmp_path: Path) -> None:
     target.save_pretrained(tmp_path)
     tokens = [3, 14, 15]
-    assert torch.equal(capture_hf(tmp_path, tokens, [2]), capture_hf(target, tokens, [2]))
+    torch.testing.assert_close(capture_hf(tmp_path, tokens, [2]), capture_hf(target, tokens, [2]))
+
+
+def test_a_target_out_of_a_folder_keeps_its_cap_of_scores(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = transformers.Gemma2Config(
+        **sizes, head_dim=4, num_hidden_layers=3, vocab_size=50, attn_logit_softcapping=0.05, query_pre_attn_scalar=1
+    )
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    for p in model.parameters():
+        p.data = torch.randn_like(p) * 0.3
+    model.save_pretrained(tmp_path)
+    tokens = [3, 14, 15, 9]
+    captured = capture_hf(tmp_path, tokens, [2])
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(captured, capture_hf(model, tokens, [2]))
+    model.set_attn_implementation("sdpa")  # has no cap: another state, so the case can tell
+    assert (captured - capture_hf(model, tokens, [2])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("boundaries", [[6], [-1], []])

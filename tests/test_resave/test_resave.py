@@ -334,6 +334,12 @@ FOR_STOCK: list[Any] = [
     ),
     pytest.param({"config_changes": SHUFFLED, "layers": 2}, id="two-layers"),
     pytest.param(
+        {"config_changes": {**SHUFFLED, "rope_scaling": {"type": "dynamic", "factor": 2.0}}}, id="dynamic-rope"
+    ),
+    pytest.param(
+        {"config_changes": {**SHUFFLED, "rope_parameters": {"rope_type": "linear", "factor": 2}}}, id="linear-rope"
+    ),
+    pytest.param(
         {
             "config_changes": {"eagle_config": {"use_aux_hidden_state": False}},
             "tensor_changes": {"fc.weight": None},

@@ -253,13 +253,13 @@ def unsupported_model(model_runner: ModelRunner) -> list[str]:
     problems = []
     if model_runner.use_mla_backend and is_deepseek_dsa(model_runner.model_config.hf_config):
         problems.append(
-            f"{name}: it chooses the tokens it attends to (DeepSeek sparse attention); {BACKEND} attends to all. "
-            "Serve this model on a GPU."
+            f"{name}: got a model that chooses the tokens it attends to (DeepSeek sparse attention); expected one that "
+            f"attends to all, as {BACKEND} does. Serve this model on a GPU."
         )
     if model_runner.sliding_window_size is not None:
         problems.append(
-            f"{name}: it has sliding-window layers of {model_runner.sliding_window_size} tokens; {BACKEND} "
-            "attends to the whole context. Serve this model on a GPU, and leave out "
+            f"{name}: got sliding-window layers of {model_runner.sliding_window_size} tokens; expected layers that "
+            f"attend to the whole context, as {BACKEND} does. Serve this model on a GPU, and leave out "
             "--speculative-draft-window-size here."
         )
     return problems
@@ -275,8 +275,8 @@ def unsupported_layer(layer: RadixAttention, arguments: dict[str, Any]) -> list[
         "temperature tuning by position": layer.xai_temperature_len > 0,
     } | {f"the argument {name!r}": value is not None for name, value in arguments.items()}
     return [
-        f"attention layer {layer.layer_id}: it asks for {what}; {BACKEND} computes plain causal softmax "
-        "attention. Serve this model on a GPU."
+        f"attention layer {layer.layer_id}: got {what}; expected plain causal softmax attention, as {BACKEND} "
+        "computes it. Serve this model on a GPU."
         for what, asked in wanted.items()
         if asked
     ]

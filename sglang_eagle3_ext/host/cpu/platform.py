@@ -49,9 +49,9 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         problems = unsupported_settings(server_args)
         if torch.cuda.is_available():
             problems.append(
-                "SGLANG_PLATFORM: eagle3_ext was asked for where there is a GPU, whose kernels SGLang would "
-                "then pick; the CPU platform runs where PyTorch sees none. Set CUDA_VISIBLE_DEVICES= (empty), "
-                "or leave SGLANG_PLATFORM out."
+                "SGLANG_PLATFORM: got eagle3_ext where there is a GPU, whose kernels SGLang would then pick; expected "
+                "a process in which PyTorch sees none. Set CUDA_VISIBLE_DEVICES= (empty), or leave SGLANG_PLATFORM "
+                "out."
             )
         if problems:
             raise UnsupportedError("\n".join(problems))
@@ -133,18 +133,28 @@ def unsupported_settings(server_args: Any) -> list[str]:
     page_size = server_args.page_size
     if page_size not in (None, 1):
         problems.append(
-            f"--page-size: got {page_size}; the CPU platform serves pages of one token. Leave it out or set 1."
+            f"--page-size: got {page_size}; expected 1, since the CPU platform serves pages of one token. Leave it out."
         )
     kv_cache_dtype = server_args.kv_cache_dtype
     if kv_cache_dtype not in (None, *FLOAT_KV_CACHE_DTYPES):
         problems.append(
-            f"--kv-cache-dtype: got {kv_cache_dtype}; the CPU platform keeps keys and values in "
-            f"{', '.join(FLOAT_KV_CACHE_DTYPES)}. Leave it out."
+            f"--kv-cache-dtype: got {kv_cache_dtype}; expected one of {', '.join(FLOAT_KV_CACHE_DTYPES)}, in which the "
+            "CPU platform keeps keys and values. Leave it out."
         )
+    for flag, value, plain in (
+        ("--ep-size", server_args.ep_size, 1),
+        ("--moe-dense-tp-size", server_args.moe_dense_tp_size, None),
+        ("--moe-a2a-backend", server_args.moe_a2a_backend, "none"),
+    ):
+        if value not in (None, plain):
+            problems.append(
+                f"{flag}: got {value}; expected none, since the CPU platform deals out neither experts nor rows to its "
+                "ranks. Leave it out: --tp-size splits every expert."
+            )
     if server_args.speculative_use_rejection_sampling:
         problems.append(
-            "--speculative-use-rejection-sampling: it is set; its sampler exists in Triton only. "
-            "Leave it out: the tree sampler keeps the target's distribution too."
+            "--speculative-use-rejection-sampling: got it on the CPU platform; expected it to be off, since its "
+            "sampler exists in Triton only. Leave it out: the tree sampler keeps the target's distribution too."
         )
     return problems
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.host.cpu import BACKEND
 
 FULL_MASK, QLEN_ONLY = 0, 1
 """SGLang's mask layouts: [Q, prefix + Q] per request, or [Q, Q] per request."""
@@ -58,7 +59,8 @@ def build_tree(
     """
     if tree_mask_mode not in (FULL_MASK, QLEN_ONLY):
         raise UnsupportedError(
-            f"tree_mask_mode: got {tree_mask_mode!r}; the CPU platform builds FULL_MASK and QLEN_ONLY."
+            f"tree_mask_mode: got {tree_mask_mode!r}; expected FULL_MASK or QLEN_ONLY, which the CPU platform builds. "
+            f"Serve with --attention-backend {BACKEND}."
         )
     size = num_verify_tokens
     lengths = seq_lens.tolist()

@@ -199,7 +199,9 @@ def latent_of(spec: DraftSpec) -> Latent:
         ValueError: its attention is another one.
     """
     if spec.attention.latent is None:
-        raise ValueError(f"{spec.path}: got {spec.attention.kind} attention; expected mla.")
+        raise ValueError(
+            f"{spec.path}: got {spec.attention.kind} attention; expected mla. Serve it with the Llama class."
+        )
     return spec.attention.latent
 
 

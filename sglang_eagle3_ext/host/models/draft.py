@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -115,6 +116,27 @@ class DraftLayer(nn.Module):
         return torch.cat([self.input_layernorm(embeds), normed], dim=-1), residual
 
 
+def built_rope(spec: DraftSpec) -> dict[str, Any]:
+    """Spell the draft's rope as SGLang's rotary embeddings read it, with the factors on cosine and sine in it.
+
+    Left to itself SGLang would compute them from the length of its tables, which follows the target's context, and
+    it looks for ``attention_factor`` under other names.
+    """
+    rope = host_config.rope_parameters(spec)
+    factor = rope.pop("attention_factor", None)
+    if rope["rope_type"] == "yarn" and factor is not None:
+        weights = (rope["mscale"], rope["mscale_all_dim"]) if "mscale" in rope else (1.0, 0.0)
+        over, under = (0.1 * weight * math.log(rope["factor"]) + 1.0 for weight in weights)
+        rope["attn_factor"] = factor * under / over
+    elif rope["rope_type"] == "longrope":
+        length = rope["original_max_position_embeddings"]
+        stretch = max(rope.pop("factor", spec.max_position_embeddings / length), 1.0)
+        if factor is None:
+            factor = math.sqrt(1 + math.log(stretch) / math.log(length))
+        rope["short_mscale"] = rope["long_mscale"] = factor
+    return rope
+
+
 class DraftModel(nn.Module):
     """Embedding, fc and decoder layers of the draft."""
 
@@ -127,9 +149,9 @@ class DraftModel(nn.Module):
         self.plan = plan
         self.vocab_size = config.vocab_size
         self.is_mrope_enabled = "mrope_section" in (spec.rope.scaling or {})
-        if self.is_mrope_enabled:
-            # Stock's rotary embedding knows the sectioned rope under this type.
-            config.rope_parameters["rope_type"] = "default"
+        config.rope_parameters = built_rope(spec)
+        # A length beside the object would replace the one in it.
+        config.original_max_position_embeddings = config.rope_parameters.get("original_max_position_embeddings")
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=add_prefix("embed_tokens", prefix)
         )
@@ -233,7 +255,10 @@ class DraftModel(nn.Module):
         embeds = forward_batch.mm_input_embeds
         if mode.is_extend() and forward_batch.contains_mm_inputs() and not mode.is_draft_extend_v2():
             if embeds is None:
-                raise RuntimeError("a multimodal prefill reached the draft without the target's embeddings")
+                raise RuntimeError(
+                    f"{self.plan.spec.path}: got a multimodal prefill without embeddings; expected those of the "
+                    "target. This is a fault of the serving path; please report it."
+                )
             # The rows are shifted by one token: only each request's newest row has no embedding yet.
             newest = (forward_batch.extend_start_loc + forward_batch.extend_seq_lens - 1).long()
             embeds[newest] = self.embed_tokens(input_ids[newest])
@@ -269,7 +294,8 @@ class DraftModel(nn.Module):
             return states
         raise UnsupportedError(
             f"{spec.path}: an EAGLE-3 draft has no {mode.name} pass; expected one of "
-            f"{', '.join(m.name for m in sorted(_FEATURE_PASSES | _RECURRENT_PASSES))}."
+            f"{', '.join(m.name for m in sorted(_FEATURE_PASSES | _RECURRENT_PASSES))}. Serve it with "
+            "--speculative-algorithm EAGLE3."
         )
 
     def forward(
@@ -287,7 +313,7 @@ class DraftModel(nn.Module):
         """
         del pp_proxy_tensors
         embeds = self._embed(input_ids, forward_batch, input_embeds)
-        if self.is_mrope_enabled:
+        if self.is_mrope_enabled and forward_batch.mrope_positions is not None:
             positions = forward_batch.mrope_positions
         hidden_states = self._incoming(forward_batch)
         if hidden_states.shape[0] == 0:
@@ -375,7 +401,10 @@ class ServedDraft(nn.Module):
                 logger.debug("%s: left to the target", name)
                 continue
             if canonical is None:
-                problems.append(f"{spec.path}:{name}: has no home in this draft; expected a known tensor name.")
+                problems.append(
+                    f"{spec.path}:{name}: has no home in this draft; expected a known tensor name. Send tensors of "
+                    "this draft."
+                )
                 continue
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 problems.append(
@@ -423,7 +452,8 @@ class ServedDraft(nn.Module):
         if absent:
             problems.append(
                 f"{self.plan.spec.path}: got {len(blocks)} of {len(names)} per-source norms, {', '.join(absent)} "
-                "missing; expected all of them together, since they change places with their fc blocks."
+                "missing; expected all of them together, since they change places with their fc blocks. Send them "
+                "together."
             )
             return []
         return assembly.permute_blocks([blocks[n] for n in names], self.plan)
