@@ -358,7 +358,11 @@ def _check_pair(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Bound
 
 
 def positions(spec: DraftSpec) -> int:
-    """Count the positions a draft has by its own config, as SGLang's ``get_context_length`` counts them."""
+    """Count the positions a draft has with the scaling that was read.
+
+    SGLang's ``get_context_length`` counts the config's in the same way, except that the factor of a dynamic scaling,
+    which is read as none, stretches them there.
+    """
     scaling = spec.rope.scaling or {}
     # Of the kinds that have a factor only this one does not say, itself or by default, where it starts from.
     factor = scaling["factor"] if scaling.get("rope_type") == "linear" else 1

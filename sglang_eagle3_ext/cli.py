@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (CheckpointError, UnsupportedError) as error:
-        print(f"sglang-eagle3: {error}", file=sys.stderr)
+        lines = "\n".join(map(printable, str(error).splitlines()))
+        print(f"sglang-eagle3: {lines}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -175,7 +176,7 @@ def _inspect(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         unread += error.findings
     if unread and not args.json:
-        raise CheckpointError.from_findings(unread)
+        raise CheckpointError.from_findings([*(() if spec is None else spec.findings), *unread])
     findings: tuple[Finding, ...] = tuple(unread)
     if spec is not None and target is not None:
         plan = assembly.plan(spec, target)

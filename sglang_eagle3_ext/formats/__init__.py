@@ -30,7 +30,7 @@ from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, FlatConfig, Neste
 from sglang_eagle3_ext.formats.folder import Folder, fatal, headers, load_tensors, locate, read_json
 from sglang_eagle3_ext.formats.keys import read_keys, spell
 from sglang_eagle3_ext.formats.reading import IGNORED, LayerConfig, convert
-from sglang_eagle3_ext.formats.traces import find_traces
+from sglang_eagle3_ext.formats.traces import declared_producer, find_traces
 from sglang_eagle3_ext.formats.values import check_values
 from sglang_eagle3_ext.spec import DraftSpec, Finding, TargetFacts, stock_reading
 
@@ -115,6 +115,11 @@ def read_draft(
         raise CheckpointError.from_findings(folder.findings)
     # An MLA draft is in its own dialect, whoever wrote it.
     traces = {} if "deepseek" in claimed else find_traces(folder)
+    producer = declared_producer(folder)
+    if producer in claimed:
+        claimed, traces = {producer: claimed[producer]}, {}
+    elif producer in traces:
+        traces = {}
     if len({*claimed, *traces}) > 1:
         others = "".join(f", and {trace}" for name, trace in traces.items() if name not in claimed)
         folder.add(
@@ -122,7 +127,7 @@ def read_draft(
             "dialect_ambiguous",
             "config.json",
             f"{' and '.join(claimed)} claim{'s' * (len(claimed) == 1)} it{others}; expected exactly one dialect. "
-            "Remove what is the other's.",
+            'Remove what is the other\'s, or name the trainer: "eagle3_ext": {"producer": ...}.',
         )
         raise CheckpointError.from_findings(folder.findings)
     spec = next(iter(claimed.values()))

@@ -194,7 +194,7 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
             "does. Add the size, or remove the other key.",
         )
         return None
-    if layer.layer_types is not None:
+    if kinds:
         if is_windowed and len(kinds) > 1:
             r.folder.add(
                 "error",

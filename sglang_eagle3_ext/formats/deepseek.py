@@ -18,7 +18,7 @@ from sglang_eagle3_ext.formats.flat import (
 )
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.formats.reading import LatentConfig
-from sglang_eagle3_ext.formats.traces import find_traces
+from sglang_eagle3_ext.formats.traces import declared_producer, find_traces
 from sglang_eagle3_ext.spec import DraftSpec
 
 ARCHITECTURES = (
@@ -56,6 +56,9 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     if refusal is not None:
         return refusal
     traces = find_traces(folder)
+    producer = declared_producer(folder)
+    if producer in traces:
+        traces = {producer: traces[producer]}
     traced = list(traces)
     if len(traced) > 1:
         folder.add(
@@ -63,7 +66,7 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
             "dialect_ambiguous",
             "config.json",
             f"bears the traces of {' and '.join(traced)}, got {', '.join(traces.values())}; expected those of one "
-            "trainer. Remove the keys of the other.",
+            "trainer. Remove the keys of the other, or name the trainer in eagle3_ext.producer.",
         )
         raise CheckpointError.from_findings(folder.findings)
     if folder.config.get("mla_use_output_gate"):

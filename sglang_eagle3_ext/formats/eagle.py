@@ -28,8 +28,9 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     if refusal is not None:
         kin = _NO_EAGLE3.get(architecture(folder) or "")
         return f"{refusal}{f' ({kin})' if kin else ''}"
-    for trace in find_traces(folder).values():
-        return trace
+    traces = find_traces(folder)
+    if traces:
+        return next(iter(traces.values()))
     if architecture(folder) == "LlamaForCausalLM":
         refusal = _plain_llama(folder)
         if refusal is not None:

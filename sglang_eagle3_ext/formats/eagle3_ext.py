@@ -85,6 +85,9 @@ class Producer(NamedTuple):
             whether the head reads through the final norm, and the state before it is recycled.
         reads_rope_theta: whether training turned the rotary embedding as ``rope_theta`` says; otherwise with
             base 10000, unless the scaling is a multimodal one.
+        theta_unclear: kinds of scaling under which versions of the trainer are known to turn with base 10000 instead.
+        table_beyond: positions beyond ``max_position_embeddings`` in the table of rotations that training builds, and
+            with them the length from which it stretches the base of a dynamic scaling, at all positions.
         reads_mscale: whether training of an MLA draft also scaled rotation and softmax as yarn's ``mscale`` and
             ``mscale_all_dim`` say; otherwise with neither.
     """
@@ -93,6 +96,8 @@ class Producer(NamedTuple):
     order: Order
     norm_output_recycles: bool = True
     reads_rope_theta: bool = True
+    theta_unclear: tuple[str, ...] = ()
+    table_beyond: int = 0
     reads_mscale: bool = True
 
 
@@ -101,9 +106,9 @@ PRODUCERS: dict[str, Producer] = {
     "automodel": Producer("output", "as_listed", reads_mscale=False),
     "eagle": Producer("boundary", "ascending"),
     "modelopt": Producer("output", "ascending"),
-    "specforge": Producer("output", "ascending", norm_output_recycles=False),
+    "specforge": Producer("output", "ascending", norm_output_recycles=False, table_beyond=20),
     "speculators": Producer("boundary", "ascending"),
-    "torchspec": Producer("output", "as_listed"),
+    "torchspec": Producer("output", "as_listed", theta_unclear=("linear", "dynamic", "yarn", "mrope"), table_beyond=20),
 }
 
 

@@ -28,6 +28,8 @@ _RENAMED = {
 }
 """Older names, as stock knows them too."""
 
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+
 _UNSERVED: dict[str, tuple[object, ...]] = {
     "next_layer_regular": (True, None),
     "parallel_draft_step": (1, None),
@@ -160,7 +162,7 @@ def read_flat(
     habits = PRODUCERS[producer] if producer is not None and ids_settled else None
     meaning: IdMeaning | None = habits.layer_ids if habits is not None else layer_ids
     ids, ids_place, meaning = _ids(folder, flat, inner, meaning)
-    _refuse_unserved_keys(folder)
+    refuse_unserved_keys(folder, {"": folder.config, "eagle_config.": nested(folder)})
     report_unread(folder, folder.config, "", FlatConfig, *([] if latent is None else [latent]))
     report_unread(folder, nested(folder), "eagle_config.", NestedConfig)
     flags = {
@@ -175,7 +177,7 @@ def read_flat(
         Dialect(
             format=format,
             architecture=name,
-            layer=flat if own_windows else msgspec.structs.replace(flat, sliding_window=None, layer_types=None),
+            layer=flat if own_windows else msgspec.structs.replace(flat, **dict.fromkeys(_WINDOW_KEYS)),
             layer_place="config.json:",
             canonical=rename,
             target_hidden_size=flat.target_hidden_size,
@@ -249,9 +251,14 @@ def _either(folder: Folder, key: str, outer: bool | None, inner: bool | None) ->
     return outer if inner is None else inner
 
 
-def _refuse_unserved_keys(folder: Folder) -> None:
-    """Report keys that change the draft's computation in a way that nothing here computes."""
-    for config, prefix in ((folder.config, ""), (nested(folder), "eagle_config.")):
+def refuse_unserved_keys(folder: Folder, objects: Mapping[str, Mapping[str, Any]]) -> None:
+    """Report keys that change the draft's computation in a way that nothing here computes.
+
+    Args:
+        folder: takes the findings.
+        objects: where to look, by what stands before their keys.
+    """
+    for prefix, config in objects.items():
         for key, inert in _UNSERVED.items():
             value = config.get(key)
             if value not in inert:

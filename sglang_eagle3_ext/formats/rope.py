@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS
+from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS, Producer
 from sglang_eagle3_ext.formats.keys import shown, spell
 from sglang_eagle3_ext.formats.reading import LONGEST, LatentConfig, Reading
 from sglang_eagle3_ext.spec import Attention, Rope, Severity
@@ -102,7 +102,13 @@ _KINDS: dict[str, dict[str, _Value]] = {
 }
 """Kinds of scaling that are served, and their keys. Whatever else stands in the object is reported as unread."""
 
-_LATENT_YARN = _YARN | {"mrope_section": _NOTHING, "attention_factor": _NOTHING, "truncate": _TRUE}
+_LATENT_YARN = _YARN | {
+    "mrope_section": _NOTHING,
+    "attention_factor": _NOTHING,
+    "truncate": _TRUE,
+    "apply_yarn_scaling": _TRUE,
+    "apply_scale": _TRUE,
+}
 _LATENT_KINDS: dict[str, dict[str, _Value]] = {
     "default": {"mrope_section": _NOTHING},
     "yarn": _LATENT_YARN,
@@ -120,6 +126,12 @@ _NEEDS = {
     "mrope": ("mrope_section",),
 }
 """Keys without which a kind says nothing."""
+
+_BESIDE = {"rope_theta", "partial_rotary_factor"}
+"""Keys that may stand in a scaling object and are no part of it."""
+
+_ALIASES = {"mrope": "default", "deepseek_yarn": "yarn"}
+"""Kinds that turn as another one does."""
 
 _ORDERED = (("low_freq_factor", "high_freq_factor", 1.0, 4.0), ("beta_slow", "beta_fast", 1.0, 32.0))
 """Keys of which the first may not be above the second, and what they are without the key."""
@@ -160,6 +172,8 @@ class _RopeReader:
         self.is_settled = not isinstance(own, msgspec.UnsetType)
         """Whether ``eagle3_ext`` says the scaling, so that the config's need not be clear."""
         self.own = dict(own) if isinstance(own, Mapping) else {}
+        self.is_theta_settled = isinstance(r.ext.rope_theta, float) or self.own.get("rope_theta") is not None
+        """Whether it says the base."""
 
     def read(self) -> Rope:
         r, declared = self.r, self.r.folder.declared
@@ -173,14 +187,33 @@ class _RopeReader:
             ("config.json:eagle3_ext.rope_theta", r.ext.rope_theta),
             (f"{_OWN}.rope_theta", self.own.get("rope_theta")),
         ]
-        if thetas := self._numbers("rope_theta", said, _THETA, "Remove one of the two."):
+        if thetas := list(self._numbers("rope_theta", said, _THETA, "Remove one of the two.")):
             theta = thetas[0]
             r.origins["rope_theta"] = declared.origins.get("rope_theta") or declared.origins["rope_scaling"]
-        rope = self._undo_dynamic(Rope(theta, scaling, stored.partial_rotary_factor), "info")
-        if (rope.theta, rope.scaling) != (stored.theta, stored.scaling):
-            what = f"theta {stored.theta:g} and the config's scaling"
-            r.differences.append(f"stock turns the rotary embedding with {what}")
+        if self.is_settled and scaling is not None and scaling["rope_type"] == "dynamic":
+            self._refuse_dynamic(theta, scaling)
+            scaling = None
+        rope = Rope(theta, scaling, stored.partial_rotary_factor)
+        stocks = stored.scaling
+        if stocks is not None and stocks["rope_type"] == "dynamic" and _stocks_stretch(stocks) == 1.0:
+            stocks = None
+        if (rope.theta, rope.scaling) != (stored.theta, stocks):
+            self._differ(f"stock turns the rotary embedding with theta {stored.theta:g} and the config's scaling")
         return rope if self.latent is None else self._latent_rope(rope, self.latent)
+
+    def _differ(self, sentence: str) -> None:
+        """Note what stock makes of it otherwise, once where two objects of the config say the same."""
+        if sentence not in self.r.differences:
+            self.r.differences.append(sentence)
+
+    def _refuse(self, place: str, got: object, expected: str) -> None:
+        """Report a value that cannot be computed with, once where two objects are completed by the same key."""
+        if not self.r.folder.is_reported(place):
+            self.r.report_value(place, got, expected)
+
+    def _is_set_aside(self, place: str) -> bool:
+        """Say whether ``eagle3_ext`` has the scaling in the place of what stands here."""
+        return self.is_settled and place != _OWN
 
     # ---- what is written -------------------------------------------------------------------------------------
 
@@ -190,9 +223,12 @@ class _RopeReader:
         spelled = (("rope_scaling", layer.rope_scaling), ("rope_parameters", layer.rope_parameters))
         # An empty one says nothing; of two, transformers, and so stock, takes the older name.
         objects = {f"{self.place}{key}": self._flat(f"{self.place}{key}", value) for key, value in spelled if value}
-        partial = self._partial(objects)
-        self._count_pairs(partial)
-        scalings = [self._scaling(value, place) for place, value in objects.items()]
+        partial, partial_place = self._partial(objects)
+        self._count_pairs(partial, partial_place)
+        written = list(objects.items())
+        if len(written) == 2 and _scaling_keys(written[0][1]) == _scaling_keys(written[1][1]):
+            del written[1]  # SpecForge's exports write one scaling under both names
+        scalings = [self._scaling(value, place) for place, value in written]
         if len(scalings) == 2 and scalings[0] != scalings[1] and not self.is_settled:
             r.folder.add(
                 "warning",
@@ -203,24 +239,34 @@ class _RopeReader:
             )
         said = [(f"{place}.rope_theta", value.get("rope_theta")) for place, value in objects.items()]
         said.insert(1, (f"{self.place}rope_theta", layer.rope_theta))
-        is_settled = isinstance(r.ext.rope_theta, float) or "rope_theta" in self.own
-        thetas = self._numbers("rope_theta", said, _THETA, None if is_settled else f"Settle it with {_SETTLE_THETA}")
+        advice = None if self.is_theta_settled else f"Settle it with {_SETTLE_THETA}"
+        thetas = list(self._numbers("rope_theta", said, _THETA, advice))
         theta = thetas[0] if thetas else r.default("rope_theta", None)
         r.origins["rope_theta"] = "config" if thetas else "default"
         scaling = scalings[0] if scalings else None
         r.origins["rope_scaling"] = "config" if scaling is not None else "default"
         return Rope(float(theta), scaling, partial)
 
-    def _numbers(self, key: str, said: Iterable[tuple[str, object]], rule: _Value, advice: str | None) -> list[float]:
-        """Check the numbers that stand at these places, stock's choice first; with advice, they have to agree."""
+    def _numbers(
+        self, key: str, said: Iterable[tuple[str, object]], rule: _Value, advice: str | None
+    ) -> dict[float, str]:
+        """Check the numbers that stand at these places, stock's choice first; with advice, they have to agree.
+
+        Without advice they have been settled in another place, and a wrong one is only what stock stumbles over.
+
+        Returns:
+            The good ones, each with the first place that says it.
+        """
         found: dict[float, str] = {}
         for place, value in said:
             if value is None or isinstance(value, msgspec.UnsetType):
                 continue
             if rule.accepts(value, self.pairs):
                 found.setdefault(float(value), place)  # type: ignore[arg-type]
-            else:
+            elif advice is not None:
                 self.r.report_value(place, value, rule.expected)
+            else:
+                self._differ(f"stock reads {key} as it stands, which eagle3_ext replaces")
         if len(found) > 1 and advice is not None:
             self.r.folder.add(
                 "warning",
@@ -229,14 +275,16 @@ class _RopeReader:
                 f"got {', '.join(f'{number:g}' for number in found)} at different places; expected one {key}. "
                 f"{next(iter(found)):g} was taken. {advice}",
             )
-        return list(found)
+        return found
 
     def _flat(self, place: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
         """Refuse an object per layer type, and go on with what stands beside them."""
         known = {key for keys in self.kinds.values() for key in keys}
-        known |= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        known |= {"rope_type", "type", *_BESIDE}
         nested = [key for key, inner in value.items() if isinstance(inner, Mapping) and key not in known]
-        if nested and not self.is_settled:
+        if nested and self.is_settled:
+            self._differ("stock reads the config's scaling as it stands, which eagle3_ext replaces")
+        elif nested and not any(finding.code == "rope_per_layer_type" for finding in self.r.folder.findings):
             self.r.folder.add(
                 "error",
                 "rope_per_layer_type",
@@ -246,30 +294,31 @@ class _RopeReader:
             )
         return {key: inner for key, inner in value.items() if key not in nested}
 
-    def _partial(self, objects: Mapping[str, Mapping[str, Any]]) -> float:
-        """Read the share of a head that is rotated."""
+    def _partial(self, objects: Mapping[str, Mapping[str, Any]]) -> tuple[float, str]:
+        """Read the share of a head that is rotated, and where it stands."""
         key, stocks = "partial_rotary_factor", self.r.layer.partial_rotary_factor
         said = [
             (f"{self.place}{key}", stocks),
             *((f"{place}.{key}", value.get(key)) for place, value in objects.items()),
         ]
-        stored = self._numbers(key, said, _SHARE, None if key in self.own else "Remove what training did not use.")
-        found = [*self._numbers(key, [(f"{_OWN}.{key}", self.own.get(key))], _SHARE, None), *stored, 1.0]
-        if found[0] != (1.0 if stocks is None else stocks):
+        advice = "Remove what training did not use."
+        own = self._numbers(key, [(f"{_OWN}.{key}", self.own.get(key))], _SHARE, advice)
+        stored = self._numbers(key, said, _SHARE, None if own else advice)
+        share, place = next(iter((own or stored or {1.0: f"{self.place}{key}"}).items()))
+        if share != (1.0 if stocks is None else stocks):
             part = "whole heads" if stocks is None else f"{stocks:g} of a head"
-            self.r.differences.append(f"stock turns {part}, since it reads {key} at the top level only")
-        return found[0]
+            self._differ(f"stock turns {part}, since it reads {key} at the top level only")
+        return share, place
 
-    def _count_pairs(self, partial: float) -> None:
+    def _count_pairs(self, partial: float, place: str) -> None:
         """Count the pairs of a head that are rotated."""
         if self.latent is not None:
             return
         width = int(self.head_dim * partial)
         self.pairs = width // 2
         if width % 2 or not width:
-            key = "head_dim" if partial == 1.0 else "partial_rotary_factor"
             self.r.report_value(
-                f"{self.place}{key}",
+                f"{self.place}head_dim" if partial == 1.0 else place,
                 self.head_dim if partial == 1.0 else partial,
                 f"one with which an even number of elements of a head is rotated, not {width} of {self.head_dim}",
             )
@@ -284,7 +333,7 @@ class _RopeReader:
         said = {key: value for key, value in stored.items() if value is not None}
         named = [said.pop(key) for key in ("rope_type", "type") if key in said]
         kind = named[0] if named else "default"
-        if len({spell("default" if name == "mrope" else name) for name in named}) > 1 and not self.is_settled:
+        if len({spell(_ALIASES.get(str(name), name)) for name in named}) > 1 and not self.is_settled:
             r.folder.add(
                 "warning",
                 "rope_clash",
@@ -294,7 +343,9 @@ class _RopeReader:
             )
         base = "default" if kind == "mrope" and self.latent is None else kind
         if not isinstance(kind, str) or base not in self.kinds:
-            if not self.is_settled or place == _OWN:
+            if self._is_set_aside(place):
+                self._differ("stock reads the config's scaling as it stands, which eagle3_ext replaces")
+            else:
                 r.folder.add(
                     "error",
                     "rope_type",
@@ -304,10 +355,12 @@ class _RopeReader:
                 )
             return None
         keys, inner = self.kinds[base], said.get(_LENGTH_KEY)
+        places = {key: f"{place}.{key}" for key in keys}
         if _LENGTH_KEY in keys and length is not None and (place != _OWN or inner is None):
             # The config's own key has the last word, in stock and in transformers.
             said[_LENGTH_KEY] = length
-            if inner not in (None, length):
+            places[_LENGTH_KEY] = f"{self.place}{_LENGTH_KEY}"
+            if inner not in (None, length) and not self._is_set_aside(place):
                 r.folder.add(
                     "warning",
                     "rope_clash",
@@ -315,7 +368,15 @@ class _RopeReader:
                     f"got {spell(inner)} beside {length} at the top level; expected one. {length} was taken, as stock "
                     "does. Remove what training did not use.",
                 )
+        if kind == "default" and place != _OWN:
+            self._leave_out_sections(said, place)
         absent = [key for key in _NEEDS.get(kind, ()) if key not in said]
+        wrong = {key for key, rule in keys.items() if key in said and not rule.accepts(said[key], self.pairs)}
+        if self._is_set_aside(place) and (
+            absent or wrong or self._disorder({key: said[key] for key in said if key in keys})
+        ):
+            self._differ("stock reads the config's scaling as it stands, which eagle3_ext replaces")
+            return None
         if absent:
             r.folder.add(
                 "error",
@@ -323,41 +384,59 @@ class _RopeReader:
                 place,
                 f"got rope_type {kind!r} without {', '.join(absent)}; expected these keys. Add them.",
             )
-        wrong = {key for key, rule in keys.items() if key in said and not rule.accepts(said[key], self.pairs)}
         for key in sorted(wrong):
-            r.report_value(f"{place}.{key}", said[key], keys[key].expected.format(pairs=self.pairs))
+            self._refuse(places[key], said[key], keys[key].expected.format(pairs=self.pairs))
         scaling: dict[str, Any] = {"rope_type": base}
         scaling |= {key: _computed(said[key], rule) for key, rule in keys.items() if key in said and key not in wrong}
         scaling = {key: value for key, value in scaling.items() if keys.get(key) not in (_TRUE, _FALSE)}
         if base == "linear" and isinstance(said.get("factor"), int) and place != _OWN:
-            r.differences.append("stock stops at a linear factor that is written as a whole number")
+            self._differ("stock stops at a linear factor that is written as a whole number")
         if base == "yarn" and self.latent is None and ("mscale" in scaling) != ("mscale_all_dim" in scaling):
             # Read only together, by stock and by transformers.
             keys = {key: rule for key, rule in keys.items() if key not in ("mscale", "mscale_all_dim")}
             scaling = {key: value for key, value in scaling.items() if key == "rope_type" or key in keys}
-        self._report_unread(place, kind, sorted(set(said) - set(keys) - {"rope_theta", "partial_rotary_factor"}))
-        if absent or wrong or not self._is_ordered(scaling, place):
+        self._report_unread(place, kind, sorted(set(said) - set(keys) - _BESIDE))
+        if absent or wrong:
+            return None
+        if disorder := self._disorder(scaling):
+            low, bound, high, most = disorder
+            r.report_value(f"{place}.{low}", bound, f"a number of at most {high}, which is {most:g}")
             return None
         if base == "default" and "mrope_section" not in scaling:
-            return None
-        if base == "dynamic" and scaling["factor"] == scaling.get("alpha", 1.0) == 1.0:
             return None
         lost = [key for key in _NOT_STOCKS.get(base, ()) if key in scaling]
         lost += ["yarn beside mrope_section"] if base == "yarn" and "mrope_section" in scaling else []
         if lost:
-            r.differences.append(f"stock does not read {', '.join(lost)} of the rotary embedding")
+            self._differ(f"stock does not read {', '.join(lost)} of the rotary embedding")
         if base in ("yarn", "deepseek_yarn", "longrope"):
             scaling.setdefault(_LENGTH_KEY, self.max_positions)
         return scaling
 
-    def _is_ordered(self, scaling: Mapping[str, Any], place: str) -> bool:
-        """Check the pairs of keys that bound a range."""
+    @staticmethod
+    def _disorder(scaling: Mapping[str, Any]) -> tuple[str, float, str, float] | None:
+        """Find a pair of keys that bound a range, the lower one above the upper one."""
         for low, high, least, most in _ORDERED:
             bounds = scaling.get(low, least), scaling.get(high, most)
             if (low in scaling or high in scaling) and bounds[0] > bounds[1]:
-                self.r.report_value(f"{place}.{low}", bounds[0], f"a number of at most {high}, which is {bounds[1]:g}")
-                return False
-        return True
+                return low, bounds[0], high, bounds[1]
+        return None
+
+    def _leave_out_sections(self, said: dict[str, Any], place: str) -> None:
+        """Take the plain rotation where sections that were made for another head stand beside kind ``default``."""
+        sections = said.get("mrope_section")
+        is_other = _is_list(sections, _is_count) and len(sections) == 3 and sum(sections) != self.pairs  # type: ignore[arg-type]
+        if self.latent is not None or not is_other:
+            return
+        del said["mrope_section"]
+        if not self._is_set_aside(place):
+            self.r.folder.add(
+                "warning",
+                "rope_clash",
+                f"{place}.mrope_section",
+                f"got {spell(sections)} beside heads of which {self.pairs} pairs are rotated; expected three positive "
+                f"integers with the sum {self.pairs}. The plain rotation was taken, which is the same over text. "
+                'Settle it with "eagle3_ext": {"rope_scaling": ...}.',
+            )
 
     def _report_unread(self, place: str, kind: str, unread: list[str]) -> None:
         if not unread:
@@ -370,7 +449,7 @@ class _RopeReader:
             "that none of them changes what the draft computes.",
         )
         if stocks := [key for key in unread if key in _STOCKS_OWN]:
-            self.r.differences.append(f"stock reads {', '.join(stocks)} of the rotary embedding, which no trainer does")
+            self._differ(f"stock reads {', '.join(stocks)} of the rotary embedding, which no trainer does")
 
     # ---- what was trained ------------------------------------------------------------------------------------
 
@@ -380,7 +459,9 @@ class _RopeReader:
         name = r.ext.producer if isinstance(r.ext.producer, str) else r.dialect.producer
         producer = PRODUCERS.get(name or "")
         severity: Severity = "info" if declared.producer is not None else "warning"
-        rope = stored if self.is_settled else self._undo_dynamic(stored, severity)
+        rope = stored if self.is_settled else self._undo_dynamic(stored, producer, str(name), severity)
+        if producer is not None and self.latent is None:
+            self._note_unclear_theta(stored, rope, producer, str(name))
         if producer is None or "mrope_section" in (rope.scaling or {}):
             return rope
         if not producer.reads_mscale and self.latent is not None:
@@ -398,28 +479,93 @@ class _RopeReader:
             )
         return replace(rope, theta=_BASE)
 
-    def _undo_dynamic(self, rope: Rope, severity: Severity) -> Rope:
-        """Take dynamic scaling for none, which it is over all positions that a draft was trained on.
+    def _undo_dynamic(self, rope: Rope, producer: Producer | None, name: str, severity: Severity) -> Rope:
+        """Take the one base that dynamic scaling comes to over all positions that a draft was trained on.
 
-        transformers, and with it every trainer, changes the base only beyond ``max_position_embeddings``; SGLang
-        stretches it at every position.
+        transformers changes the base only beyond ``max_position_embeddings``, and so do the trainers whose table of
+        rotations ends there (AngelSlim). SpecForge's and TorchSpec's is longer, so that their base is stretched at
+        every position; SGLang stretches it at every position by another power.
         """
-        scaling, width = rope.scaling, 2 * self.pairs
+        scaling = rope.scaling
         if scaling is None or scaling["rope_type"] != "dynamic":
             return rope
-        r, factor = self.r, scaling["factor"]
-        stretched = scaling.get("alpha", factor * factor - (factor - 1))
-        theta = rope.theta * stretched ** (width / (width - 2)) if width > 2 else rope.theta
-        r.origins["rope_scaling"] = r.folder.declared.origins.get("producer", "default")
+        r, length = self.r, max(self.max_positions, 1)
+        longest = max(trainer.table_beyond for trainer in PRODUCERS.values())
+        beyond = longest if producer is None else producer.table_beyond
+        if not beyond and scaling["factor"] == scaling.get("alpha", 1.0) == 1.0:
+            return replace(rope, scaling=None)
+        stretched = self._stretched(rope.theta, 1.0 + scaling["factor"] * beyond / length)
+        stocks = self._stretched(rope.theta, _stocks_stretch(scaling))
+        everywhere = f'stretched everywhere, as stock has it, set "eagle3_ext": {{"rope_theta": {stocks:.9g}}}.'
+        if self.is_theta_settled:
+            what = "in the place of which eagle3_ext has the base that it comes to."
+        elif producer is None:
+            names = " and ".join(key for key, trainer in PRODUCERS.items() if trainer.table_beyond)
+            what = (
+                f"which transformers does not apply up to max_position_embeddings; theta {rope.theta:g} and no scaling "
+                f"were taken. {names} train with a base stretched to {stretched:.9g} at every position: for their "
+                f'drafts set "eagle3_ext": {{"rope_theta": {stretched:.9g}}}, or name the producer. If this draft was '
+                f"trained with a base that is {everywhere}"
+            )
+        elif beyond:
+            what = (
+                f"which {name} applies to the {length + beyond} positions of its table; theta {stretched:.9g} and no "
+                f'scaling were taken. If this draft was trained with the base as written, set "eagle3_ext": '
+                f'{{"rope_theta": {rope.theta:g}}}; with one {everywhere}'
+            )
+        else:
+            what = (
+                "which scales nothing up to max_position_embeddings in training; none was taken. If this draft was "
+                f"trained with a base that is {everywhere}"
+            )
+        origin = r.folder.declared.origins.get("producer", "default")
+        r.origins["rope_scaling"] = origin
+        if producer is not None and beyond:
+            r.origins["rope_theta"] = origin
         r.folder.add(
-            severity,
+            "info" if self.is_theta_settled else severity,
             "rope_not_as_written",
             f"{self.place}rope_scaling",
-            f"got {spell(dict(scaling))}, which scales nothing up to max_position_embeddings in training; none was "
-            "taken. If this draft was trained with a base that is stretched everywhere, as stock has it, set "
-            f'"eagle3_ext": {{"rope_theta": {theta:g}}}.',
+            f"got {spell(dict(scaling))}, {what} Beyond {length} positions serve with --context-length {length}.",
         )
-        return replace(rope, scaling=None)
+        return replace(rope, theta=rope.theta if producer is None else stretched, scaling=None)
+
+    def _refuse_dynamic(self, theta: float, scaling: Mapping[str, Any]) -> None:
+        """Refuse dynamic scaling as an author's last word, since there are three readings of it."""
+        stocks = self._stretched(theta, _stocks_stretch(scaling))
+        self.r.folder.add(
+            "error",
+            "rope_type",
+            _OWN,
+            "got rope_type 'dynamic', which trainers and stock read differently; expected the stretched rope_theta. "
+            f'As stock does it, set "eagle3_ext": {{"rope_theta": {stocks:.9g}, "rope_scaling": null}}.',
+        )
+
+    def _stretched(self, theta: float, by: float) -> float:
+        """Stretch a base so that the slowest pair turns that much slower, as dynamic scaling does (NTK-aware)."""
+        width = 2 * self.pairs
+        if width <= 2:
+            return theta
+        try:
+            stretched: float = theta * by ** (width / (width - 2))
+            return min(stretched, sys.float_info.max)
+        except OverflowError:
+            return sys.float_info.max
+
+    def _note_unclear_theta(self, stored: Rope, rope: Rope, producer: Producer, name: str) -> None:
+        """Name both bases where versions of a trainer are known not to hand ``rope_theta`` to this kind of scaling."""
+        scaling = stored.scaling or {}
+        kind = "mrope" if scaling.get("rope_type") == "default" else scaling.get("rope_type")
+        if self.is_settled or self.is_theta_settled or stored.theta == _BASE or kind not in producer.theta_unclear:
+            return
+        other = rope.theta / stored.theta * _BASE
+        self.r.folder.add(
+            "warning",
+            "rope_not_as_written",
+            f"{self.place}rope_theta",
+            f"got {stored.theta:g}, in whose place versions of {name} train with {_BASE:g} under rope_type {kind!r}; "
+            f'{rope.theta:.9g} was taken. For the other reading set "eagle3_ext": {{"rope_theta": {other:.9g}}}.',
+        )
 
     def _without_mscale(self, stored: Rope, producer: str) -> Rope:
         """Take the scaling of an MLA draft whose trainer stretches angles as yarn does and scales nothing else."""
@@ -481,6 +627,17 @@ class _RopeReader:
             )
             r.differences.append("stock rotates neighbouring elements together")
         return replace(rope, interleaved=False)
+
+
+def _scaling_keys(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what stands in a scaling object and scales nothing."""
+    return {key: inner for key, inner in value.items() if key not in _BESIDE}
+
+
+def _stocks_stretch(scaling: Mapping[str, Any]) -> float:
+    """Say by how much stock stretches the base of a dynamic scaling, as SGLang's ``get_rope`` builds it."""
+    factor = scaling["factor"]
+    return float(scaling.get("alpha", factor * factor - (factor - 1)))
 
 
 def _computed(value: Any, rule: _Value) -> Any:

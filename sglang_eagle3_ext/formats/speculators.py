@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_eagle3_ext.formats.flat import canonical
+from sglang_eagle3_ext.formats.flat import canonical, refuse_unserved_keys
 from sglang_eagle3_ext.formats.folder import Folder
 from sglang_eagle3_ext.formats.layout import read
 from sglang_eagle3_ext.formats.reading import IGNORED, Dialect, LayerConfig, convert, report_unread
@@ -77,6 +77,8 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
         _LAYER_PLACE,
     )
     dtype_key = next((key for key in ("dtype", "torch_dtype") if getattr(config, key)), None)
+    objects = {"": folder.config, "transformer_layer_config.": config.transformer_layer_config}
+    refuse_unserved_keys(folder, objects)
     report_unread(folder, folder.config, "", SpeculatorsConfig)
     report_unread(folder, config.transformer_layer_config, "transformer_layer_config.", LayerConfig)
     recorded = convert(folder, config.speculators_config or {}, RecordedConfig, "config.json:speculators_config.")

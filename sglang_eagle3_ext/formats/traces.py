@@ -15,6 +15,13 @@ TRACES: dict[str, Callable[[Folder], str | None]] = {
 """Trainer -> what names its trace in a folder, ``None`` where there is none."""
 
 
+def declared_producer(folder: Folder) -> str | None:
+    """Return the trainer that an ``eagle3_ext`` names, which settles whose traces count."""
+    declared = folder.config.get("eagle3_ext")
+    producer = declared.get("producer") if isinstance(declared, dict) else None
+    return producer if isinstance(producer, str) else None
+
+
 def find_traces(folder: Folder) -> dict[str, str]:
     """Name the trainers whose traces a folder bears, each with its trace."""
     found = ((trainer, find_trace(folder)) for trainer, find_trace in TRACES.items())

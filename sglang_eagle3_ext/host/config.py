@@ -171,7 +171,8 @@ def rope_parameters(spec: DraftSpec) -> dict[str, Any]:
 def normalise_draft_config(_result: Any, model_config: Any) -> None:
     """Give SGLang the draft's real shape (AFTER ``ModelConfig._config_draft_model``).
 
-    Only drafts of ours are touched, and a key the user overrides on the command line keeps his value.
+    Only drafts of ours are touched, and a key the user overrides on the command line keeps his value; not so the rope,
+    which the model class builds from the spec.
     """
     if not model_config.is_draft_model or (model_config.speculative_algorithm or "").upper() != "EAGLE3":
         return

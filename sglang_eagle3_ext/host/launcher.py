@@ -24,6 +24,8 @@ LATENT_ONLY_BACKENDS = frozenset(
 )
 """SGLang's attention backends that serve latent attention (or DeepSeek's sparse one) and nothing else."""
 
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+
 _MANY_VALUES = 500_000_000
 """Values of a draft above which it is said that they are read: they take a second or more."""
 
@@ -81,12 +83,25 @@ def check_launch(_result: Any, server_args: Any) -> None:
         spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
         if spec is None:
             return
+        _note_ropes_of_the_target(args)
         plan = assembly.plan(spec, config.target_facts(model_config_of(args)))
         findings = [*plan.findings, *_values(spec)]
         findings += flag_findings(args, server_args.speculative_num_draft_tokens, spec)
         if any(f.severity == "error" for f in findings):
             raise CheckpointError.from_findings(findings)
     _settle_draft_backend(server_args, args, spec)
+
+
+def _note_ropes_of_the_target(args: Any) -> None:
+    """Say that a rope on the command line, which SGLang hands to both models, is not the draft's."""
+    keys = [key for key in _ROPE_KEYS if key in _given(args)]
+    if keys:
+        logger.warning(
+            "sglang-eagle3: --json-model-override-args: got %s, which is the target's alone; expected the draft's "
+            "rotation in eagle3_ext, and kept the one it was trained with. To give it another, set "
+            "eagle3_ext.rope_scaling or eagle3_ext.rope_theta.",
+            ", ".join(keys),
+        )
 
 
 def _values(spec: DraftSpec) -> tuple[Finding, ...]:
@@ -108,6 +123,11 @@ def _without_traceback() -> Iterator[None]:
 
 
 def _override(args: Any) -> Mapping[str, Any] | None:
+    return config.ext_override(_given(args))
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """Read ``--json-model-override-args``."""
     text = args.json_model_override_args or "{}"
     try:
         given = json.loads(text)
@@ -117,7 +137,7 @@ def _override(args: Any) -> Mapping[str, Any] | None:
         ) from error
     if not isinstance(given, dict):
         raise CheckpointError(f"--json-model-override-args: got {text}; expected a JSON object. Write one.")
-    return config.ext_override(given)
+    return given
 
 
 def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Iterator[Finding]:

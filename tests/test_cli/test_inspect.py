@@ -433,6 +433,14 @@ def test_broken_weights_of_the_target_are_a_finding_like_any_other(tmp_path, cap
     assert sorted(errors) == ["not_finite", "weights_unreadable"]
 
 
+def test_a_broken_target_hides_nothing_of_the_draft(tmp_path, capsys):
+    draft = write_draft(tmp_path / "d", config_changes={"hidden_act": "gelu"})
+    code, _, err = run(capsys, draft, "--target", tmp_path / "nowhere")
+    assert code == 1
+    assert "hidden_act: got" in err
+    assert "nowhere: no such folder" in err
+
+
 def test_weights_says_when_it_cannot_compare(tmp_path, capsys):
     target = write_target(tmp_path / "t", hidden=16)
     draft = write_draft(tmp_path / "d", "speculators")

@@ -9,9 +9,9 @@ import torch
 from checkpoints import DELETE, Dialect, write_draft
 from safetensors.torch import load_file, save_file
 
-from sglang_eagle3_ext import formats
+from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
-from sglang_eagle3_ext.spec import Attention, Latent, Norms, Rope, Source, Vocab
+from sglang_eagle3_ext.spec import Attention, Latent, Norms, Rope, Source, TargetFacts, Vocab
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CLAIMED = {name: name for name in formats.READERS} | {"specforge": "eagle", "modelopt_megatron": "modelopt"}
@@ -229,6 +229,37 @@ def test_a_class_name_does_not_settle_what_another_trainer_s_trace_contradicts(
     [found] = [f for f in raised.value.findings if f.code == "dialect_ambiguous"]
     assert f"config.json: {claimed} claims it, and config.json" in found.message
     assert next(iter(trace)).rpartition(".")[2] in found.message
+
+
+def test_a_declared_producer_settles_a_contradicted_trace(tmp_path):
+    changes = {f"eagle_config.{IDS}": [1, 3, 5], "_torchspec_version": "0.1.0", "eagle3_ext": {"producer": "torchspec"}}
+    spec = formats.read_draft(write_draft(tmp_path, "vllm", config_changes=changes))
+    target = TargetFacts("target", "LlamaForCausalLM", 12, 32, 96, assembly.stock_reading("LlamaForCausalLM"))
+    assert (spec.producer, assembly.plan(spec, target).boundaries) == ("torchspec", (2, 4, 6))
+
+
+def test_two_readers_are_settled_by_a_declared_producer(tmp_path):
+    changes = {"_torchspec_version": "0.1.0", "eagle3_ext": {"producer": "torchspec"}}
+    spec = formats.read_draft(write_draft(tmp_path, "modelopt", config_changes=changes))
+    assert (spec.format, spec.producer) == ("torchspec", "torchspec")
+
+
+def test_a_window_of_automodels_target_is_not_the_drafts(tmp_path):
+    changes = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}
+    spec = formats.read_draft(write_draft(tmp_path, "automodel", config_changes=changes))
+    assert spec.attention.sliding_window is None
+    assert not [f for f in spec.findings if f.code.startswith("sliding_window")]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["parallel_drafting", "transformer_layer_config.use_mtp_layernorm", "transformer_layer_config.parallel_drafting"],
+)
+def test_speculators_keys_that_nothing_computes_are_refused(tmp_path, key):
+    spec = formats.read_draft(write_draft(tmp_path, "speculators", config_changes={key: True}))
+    assert [f.message for f in spec.findings if f.code == "unserved_key"] == [
+        f"{tmp_path}/config.json:{key}: got True; expected False or nothing. Such a draft cannot be served."
+    ]
 
 
 def test_an_ambiguous_dialect_hides_nothing_else(tmp_path):

@@ -832,6 +832,11 @@ def test_an_identity_map_is_not_kept(tmp_path):
     assert "d2t" not in dict(formats.read_tensors(spec))
 
 
+def test_an_empty_list_of_layer_types_says_nothing(tmp_path):
+    asked = {"use_sliding_window": True, "sliding_window": 64, "layer_types": []}
+    assert formats.read_draft(write_draft(tmp_path, config_changes=asked)).attention.sliding_window == 64
+
+
 def test_a_window_that_nothing_sizes_is_none(tmp_path):
     asked = {"use_sliding_window": True}
     assert formats.read_draft(write_draft(tmp_path, config_changes=asked)).attention.sliding_window is None

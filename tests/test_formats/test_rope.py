@@ -299,13 +299,147 @@ def test_dynamic_scaling_is_none_where_drafts_are_trained(tmp_path, scaling, the
     spec = read(tmp_path, {"rope_scaling": scaling})
     (finding,) = [f for f in spec.findings if f.code == "rope_not_as_written"]
     assert finding.severity == "warning"
-    # What stock makes of it at every position, for those who did train so.
-    assert f'"rope_theta": {1e4 * theta ** (12 / 10):g}' in finding.message
-    assert spec.rope.scaling is None
+    # What stock makes of it at every position, for those who did train so, and what SpecForge does.
+    assert f'"rope_theta": {1e4 * theta ** (12 / 10):.9g}' in finding.message
+    assert f'"rope_theta": {1e4 * (1 + 20 * scaling["factor"] / 512) ** (12 / 10):.9g}' in finding.message
+    assert finding.message.endswith("Beyond 512 positions serve with --context-length 512.")
+    assert (spec.rope.theta, spec.rope.scaling) == (1e4, None)
     assert any("stock turns the rotary embedding" in said for said in spec.stock.differences)
-    plain = read(tmp_path / "one", {"rope_scaling": {"type": "dynamic", "factor": 1.0}})
-    assert not any(f.code == "rope_not_as_written" for f in plain.findings)
-    assert plain.stock.differences == ()
+
+
+def test_a_dynamic_factor_of_one_is_none_but_for_a_longer_table(tmp_path):
+    write = {"rope_scaling": {"type": "dynamic", "factor": 1.0}}
+    unknown = read(tmp_path, write)
+    # Stock stretches nothing with it, so that it is the trainer alone that is in question.
+    assert (unknown.rope.theta, unknown.stock.differences) == (1e4, ())
+    assert [f.code for f in unknown.findings if f.code.startswith("rope")] == ["rope_not_as_written"]
+    known = read(tmp_path, write, override={"producer": "speculators"})
+    assert (known.rope.theta, known.stock.differences) == (1e4, ())
+    assert not any(f.code.startswith("rope") for f in known.findings)
+    longer = read(tmp_path, write, override={"producer": "specforge"})
+    assert longer.rope.theta == pytest.approx(1e4 * (1 + 20 / 512) ** (12 / 10), rel=1e-12)
+    assert any("stock turns the rotary embedding" in said for said in longer.stock.differences)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("share", ["rope_scaling", "rope_parameters"])
+def test_dynamic_scaling_turns_as_specforge_s_own_embedding(tmp_path, factor, share):
+    torch = pytest.importorskip("torch")
+    trainers = pytest.importorskip("trainers")
+    from sglang_eagle3_ext import reference
+
+    with trainers._quiet():
+        reason = "SpecForge is the oracle: pip install --no-deps specforge==0.2.0"
+        module = pytest.importorskip("specforge.modeling.draft.llama3_eagle", reason=reason, exc_type=ImportError)
+        theirs = module.LlamaDynamicNTKScalingRotaryEmbedding(12, 64, base=5e4, scaling_factor=factor)
+        cos, sin = theirs(torch.ones(1), seq_len=64)
+    write = {"max_position_embeddings": 64, "rope_theta": 5e4, share: {"rope_type": "dynamic", "factor": factor}}
+    spec = read(tmp_path, write, override={"producer": "specforge"})
+    mine = reference.load(spec, embed=torch.ones(96, 32), dtype=torch.float32)._rotary(torch.arange(64))
+    for got, expected in zip(mine, (cos, sin), strict=True):
+        torch.testing.assert_close(got[:, 0, :6], expected[0, 0, :, :6], rtol=0, atol=1e-5)
+    plain = read(tmp_path, write, override={"producer": "speculators"})
+    other = reference.load(plain, embed=torch.ones(96, 32), dtype=torch.float32)._rotary(torch.arange(64))
+    assert (other[0] - mine[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", [{"type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}])
+def test_both_bases_of_torchspec_are_named(tmp_path, kind):
+    spec = read(tmp_path, {"rope_theta": 5e4, "rope_scaling": kind}, override={"producer": "torchspec"})
+    stretch = (1 + 2 * 20 / 512) ** (12 / 10) if kind["type"] == "dynamic" else 1.0
+    assert spec.rope.theta == pytest.approx(5e4 * stretch, rel=1e-12)
+    (finding,) = [f for f in spec.findings if f.severity == "warning" and f.code == "rope_not_as_written"]
+    assert f"{5e4 * stretch:.9g} was taken" in finding.message
+    assert f'"rope_theta": {1e4 * stretch:.9g}' in finding.message
+    told = {"producer": "torchspec", "rope_theta": 1e4 * stretch}
+    settled = read(tmp_path, {"rope_theta": 5e4, "rope_scaling": kind}, override=told)
+    assert settled.rope.theta == 1e4 * stretch
+    assert not any(f.severity == "warning" and f.code.startswith("rope") for f in settled.findings)
+
+
+def test_dynamic_scaling_is_refused_as_an_author_s_last_word(tmp_path):
+    own = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    spec = read(tmp_path, {"eagle3_ext": own})
+    assert errors(spec) == [("rope_type", "eagle3_ext.rope_scaling")]
+    remedy = {"rope_theta": round(1e4 * 3.0 ** (12 / 10), 4), "rope_scaling": None}
+    assert f'"rope_theta": {remedy["rope_theta"]}, "rope_scaling": null' in spec.findings[-1].message
+    assert errors(read(tmp_path, {"eagle3_ext": remedy})) == []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": "x"},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 9.0},
+        {"rope_type": "linear", "factor": 2.0, "low_freq_factor": "x"},
+        {"rope_type": "default", "rope_theta": "x"},
+        {"rope_type": "default", "mrope_section": [1, 1, 1]},
+        {"rope_type": "su"},
+        {"full_attention": {"rope_type": "default"}},
+    ],
+)
+@pytest.mark.parametrize("own", [None, {"rope_type": "linear", "factor": 2.0}])
+def test_what_eagle3_ext_settles_is_no_error(tmp_path, broken, own):
+    spec = read(tmp_path, {"rope_scaling": broken}, override={"rope_theta": 1e4, "rope_scaling": own})
+    assert [f.code for f in spec.findings if f.severity != "info" and f.code != "layer_ids_two_readings"] == []
+    assert (spec.rope.theta, spec.rope.scaling) == (1e4, own)
+    if errors(read(tmp_path / "alone", {"rope_scaling": broken})):
+        # What we would refuse stock does read.
+        assert any("stock" in said for said in spec.stock.differences)
+
+
+def test_sections_for_another_head_leave_the_plain_rotation(tmp_path):
+    spec = read(tmp_path, {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}})
+    (finding,) = [f for f in spec.findings if f.code.startswith("rope")]
+    assert (finding.code, finding.severity, spec.rope.scaling) == ("rope_clash", "warning", None)
+    assert "config.json:rope_scaling.mrope_section: got [16, 24, 24]" in finding.message
+
+
+@pytest.mark.parametrize("key", ["apply_yarn_scaling", "apply_scale"])
+def test_latent_attention_is_scaled_as_yarn_says(tmp_path, key):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    plain, said = read(tmp_path, {"rope_scaling": scaling}, "deepseek"), {**scaling, key: True}
+    spec = read(tmp_path, {"rope_scaling": said}, "deepseek")
+    assert (spec.rope, spec.findings, spec.stock) == (plain.rope, plain.findings, plain.stock)
+    spec = read(tmp_path, {"rope_scaling": {**scaling, key: False}}, "deepseek")
+    assert errors(spec) == [("config_value", f"rope_scaling.{key}")]
+
+
+def test_yarn_under_two_names_is_one_kind_for_latent_attention(tmp_path):
+    scaling = {"type": "yarn", "rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    spec = read(tmp_path, {"rope_scaling": scaling}, "deepseek")
+    assert not any(f.code == "rope_clash" for f in spec.findings)
+
+
+def test_one_scaling_under_two_names_is_read_once(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2, "finetuned": True}
+    config = {"rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": 1e4}}
+    spec, once = read(tmp_path, config), read(tmp_path / "once", {"rope_scaling": scaling})
+    assert [f.code for f in spec.findings] == [f.code for f in once.findings]
+    assert spec.stock.differences == once.stock.differences
+    assert spec.rope == once.rope
+    wrong = {"rope_type": "linear", "factor": "x"}
+    assert len(errors(read(tmp_path, {"rope_scaling": wrong, "rope_parameters": wrong}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        (
+            {"original_max_position_embeddings": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "original_max_position_embeddings",
+        ),
+        ({"rope_scaling": {"partial_rotary_factor": 0.3}}, "rope_scaling.partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "rope_parameters.partial_rotary_factor"),
+        (
+            {"eagle3_ext": {"rope_scaling": {"partial_rotary_factor": 0.3}}},
+            "eagle3_ext.rope_scaling.partial_rotary_factor",
+        ),
+    ],
+)
+def test_an_error_stands_where_the_value_does(tmp_path, config, place):
+    assert errors(read(tmp_path, config)) == [("config_value", place)]
 
 
 def test_a_linear_factor_without_a_fraction_stops_stock_and_is_served(tmp_path):

@@ -559,10 +559,17 @@ VARIANTS = {
         unlike={"rope.scaling": YARN | {"original_max_position_embeddings": 512}},
     ),
     "rope_dynamic": Variant(
-        # SGLang would stretch the base by this power everywhere; training does nowhere within the draft's length.
+        # SGLang would stretch the base by this power everywhere; transformers does nowhere within the draft's length.
         config={"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        says={"rope.scaling": None},
+        says={"rope.scaling": None, "rope.theta": 10000.0},
         unlike={"rope.theta": 10000.0 * 3.0 ** (12 / 10)},
+    ),
+    "rope_dynamic_of_specforge": Variant(
+        # Its table is 20 positions longer than 512, so that the base is stretched at all of them.
+        config={"rope_scaling": {"type": "dynamic", "factor": 8.0}},
+        ext={"producer": "specforge"},
+        says={"rope.scaling": None, "rope.theta": 10000.0 * (1 + 8 * 20 / 512) ** (12 / 10)},
+        unlike={"rope.theta": 10000.0},
     ),
     "rope_dynamic_alpha": Variant(
         config={"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
@@ -738,7 +745,7 @@ def test_some_variants_equal_stock(targets: Callable[[int], Target], tmp_path: P
     assert {"plain", "norms_per_source", "norm_over_all", "state_after_norm", "head_of_the_target"} <= equal
     # What is said of stock's choice among several is shown by its bits.
     assert {"rope_yarn", "rope_mrope", "rope_scaling_in_two_places", "rope_theta_in_two_places"} <= equal
-    assert not equal & {"rope_dynamic", "rope_mrope_yarn", "rope_yarn_attention_factor"}
+    assert not equal & {"rope_dynamic", "rope_dynamic_of_specforge", "rope_mrope_yarn", "rope_yarn_attention_factor"}
     assert not equal & {"permuted", "residual_after_norm", "qk_norms", "no_final_norm", "absolute_map"}
 
 

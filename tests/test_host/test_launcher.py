@@ -83,6 +83,15 @@ def test_an_override_that_is_no_object_is_refused(text):
         launcher._override(SimpleNamespace(json_model_override_args=text))
 
 
+def test_a_rope_on_the_command_line_is_said_to_be_the_targets(caplog):
+    given = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "eagle3_ext": {}}'
+    launcher._note_ropes_of_the_target(SimpleNamespace(json_model_override_args='{"eagle3_ext": {}}'))
+    assert not caplog.records
+    launcher._note_ropes_of_the_target(SimpleNamespace(json_model_override_args=given))
+    assert "got rope_scaling, which is the target's alone" in caplog.records[0].getMessage()
+    assert "eagle3_ext.rope_scaling" in caplog.records[0].getMessage()
+
+
 NO_CLASS = {
     "no architectures": {"architectures": None},
     "none that is a name": {"architectures": [None]},

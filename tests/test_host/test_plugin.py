@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,24 +27,35 @@ def run(code: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-RESOLVE = """
-import json, sys, types
+LOADED = """
+import json, types
 from sglang.srt.plugins import load_plugins
 load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+placed = [t for t, hooks in HookRegistry._hooks.items() for _, h, s in hooks if s.plugin_name == "eagle3_ext"]
 from sglang.srt.model_loader.utils import get_model_architecture
-out = {}
+classes = {}
 for name in ("LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "Qwen3ForCausalLM"):
     hf = types.SimpleNamespace(architectures=[name])
     if name == "LlamaForCausalLMEagle3":
         hf.eagle3_ext_draft = "a draft that was read"
     cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf, quantization=None, model_impl="auto"))
-    out[name] = cls.__module__
-print(json.dumps(out))
+    classes[name] = cls.__module__
+print(json.dumps({"placed": placed, "classes": classes}))
 """
 
+ENVIRONMENTS = {"on": {}, "off": {"EAGLE3_EXT": "off"}, "filtered": {"SGLANG_PLUGINS": "none"}}
 
-def test_only_the_eagle3_class_is_replaced() -> None:
-    on, off = (json.loads(run(RESOLVE, {"EAGLE3_EXT": value})) for value in ("on", "off"))
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, dict[str, Any]]:
+    """What a process of SGLang has after it loaded its plugins, in each environment."""
+    return {name: json.loads(run(LOADED, env)) for name, env in ENVIRONMENTS.items()}
+
+
+def test_only_the_eagle3_class_is_replaced(loaded: dict[str, dict[str, Any]]) -> None:
+    on, off, filtered = (dict(loaded[name]["classes"]) for name in ("on", "off", "filtered"))
+    assert off == filtered
     assert off["LlamaForCausalLMEagle3"] == "sglang.srt.models.llama_eagle3"
     assert on.pop("LlamaForCausalLMEagle3") == "sglang_eagle3_ext.host.models.llama_eagle3"
     del off["LlamaForCausalLMEagle3"]
@@ -51,27 +63,10 @@ def test_only_the_eagle3_class_is_replaced() -> None:
     assert all(module.startswith("sglang.srt.models.") for module in on.values())
 
 
-PLACED = """
-import json
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.plugins.hook_registry import HookRegistry
-print(json.dumps([t for t, hooks in HookRegistry._hooks.items() for _, h, s in hooks if s.plugin_name == "eagle3_ext"]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("env", "placed"),
-    [
-        pytest.param({}, True, id="on"),
-        pytest.param({"EAGLE3_EXT": "off"}, False, id="off"),
-        pytest.param({"SGLANG_PLUGINS": "none"}, False, id="filtered"),
-    ],
-)
-def test_hooks_follow_the_switch_and_the_filter(env: Mapping[str, str], placed: bool) -> None:
-    hooks = set(json.loads(run(PLACED, env)))
+def test_hooks_follow_the_switch_and_the_filter(loaded: dict[str, dict[str, Any]]) -> None:
     seams = {r.target for r in contract.ROWS if r.kind == "hook" and r.when == "start"}
-    assert hooks == (seams if placed else set())
+    assert set(loaded["on"]["placed"]) == seams
+    assert loaded["off"]["placed"] == loaded["filtered"]["placed"] == []
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,8 +209,7 @@ def _rope_scaling(spec: DraftSpec) -> dict[str, Any] | None:
     """Spell the scaling of the rotation as SGLang's latent attention takes it, which changes the object."""
     scaling = host_config.rope_parameters(spec)
     if scaling["rope_type"] != "default":
-        # Nothing that is made larger for the target's context may stretch the angles.
-        return {"original_max_position_embeddings": spec.max_position_embeddings, **scaling}
+        return scaling
     if get_device().device == "cpu":
         # SGLang has no other rotation here than yarn; a factor of one stretches nothing.
         return {"factor": 1.0, "original_max_position_embeddings": spec.max_position_embeddings}
