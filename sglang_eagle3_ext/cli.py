@@ -234,11 +234,14 @@ def _as_json(spec: DraftSpec | None, plan: AssemblyPlan | None, findings: Iterab
     if spec is None:
         return result
     a = spec.attention
+    boundaries = plan.boundaries if plan else ()
+    if any(b != "final_norm" and b < 0 for b in boundaries):  # no such state: one of the findings
+        boundaries = ()
     return result | {
         "format": spec.format,
         "architecture": spec.architecture,
         "sources": _texts(spec, plan) or None,
-        "boundaries": list(plan.boundaries) or None if plan else None,
+        "boundaries": list(boundaries) or None,
         "order": spec.order,
         "sources_from": spec.origins.get("sources"),
         "num_sources": spec.num_sources,

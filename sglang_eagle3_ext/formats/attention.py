@@ -172,7 +172,8 @@ def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attent
 def _sliding_window(r: Reading, num_layers: int) -> int | None:
     """Settle whether the draft's attention is windowed; a bare number does not say so."""
     layer, place = r.layer, f"{r.dialect.layer_place}sliding_window"
-    kinds = set((layer.layer_types or ())[:num_layers])
+    given = (layer.layer_types or [])[:num_layers]
+    kinds = set(given)
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         r.folder.add(
             "warning",
@@ -200,7 +201,7 @@ def _sliding_window(r: Reading, num_layers: int) -> int | None:
                 "error",
                 "sliding_window_mixed",
                 f"{r.dialect.layer_place}layer_types",
-                f"got {layer.layer_types[:num_layers]}; expected one kind of attention in all layers of the draft. "
+                f"got {given}; expected one kind of attention in all layers of the draft. "
                 "Such a draft cannot be served.",
             )
         is_windowed = kinds == {"sliding_attention"}

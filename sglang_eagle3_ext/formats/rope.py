@@ -38,12 +38,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_MOST = 1e6
+"""What a factor or weight is at most, and one over it at least; beyond, powers and logarithms of it overflow."""
+
+
 def _is_list(value: object, accepts: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(accepts, value))
 
 
 def _is_factor(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= sys.float_info.max
+    return _is_number(value) and 1 / _MOST <= value <= _MOST
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
@@ -52,8 +56,8 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 # A table of positions that is longer than this many times the trained one fits into no memory.
 _STRETCH = _Value("a number from 1 to 1048576", lambda v, _: _is_number(v) and 1 <= v <= 2**20)
-_FACTOR = _Value("a number above 0", lambda v, _: _is_factor(v))
-_WEIGHT = _Value("a number of at least 0", lambda v, _: _is_number(v) and 0 <= v <= sys.float_info.max)
+_FACTOR = _Value(f"a number above 0, from {1 / _MOST:g} to {_MOST:g}", lambda v, _: _is_factor(v))
+_WEIGHT = _Value(f"a number of at least 0, up to {_MOST:g}", lambda v, _: _is_number(v) and 0 <= v <= _MOST)
 _LENGTH = _Value(f"an integer from 2 to {LONGEST}", lambda v, _: _is_count(v, 2))
 _FLAG = _Value("true or false", lambda v, _: isinstance(v, bool))
 _TRUE = _Value("true or nothing, since nothing here computes the other one", lambda v, _: v is True)

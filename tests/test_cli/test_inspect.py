@@ -433,6 +433,16 @@ def test_broken_weights_of_the_target_are_a_finding_like_any_other(tmp_path, cap
     assert sorted(errors) == ["not_finite", "weights_unreadable"]
 
 
+def test_a_boundary_below_the_first_is_an_error_and_no_boundary(tmp_path, capsys):
+    changes = {
+        "eagle_config.eagle_aux_hidden_state_layer_ids": [-1, 3, 5],
+        "eagle3_ext": {"layer_ids": "boundary"},
+    }
+    draft, target = write_draft(tmp_path / "d", config_changes=changes), write_target(tmp_path / "t")
+    code, result = as_json(capsys, draft, "--target", target)
+    assert (code, result["boundaries"]) == (1, None)
+
+
 def test_a_broken_target_hides_nothing_of_the_draft(tmp_path, capsys):
     draft = write_draft(tmp_path / "d", config_changes={"hidden_act": "gelu"})
     code, _, err = run(capsys, draft, "--target", tmp_path / "nowhere")

@@ -51,7 +51,7 @@ NO_SECTIONS: list[Any] = ["abc", 6, [], [6], [2, 2, 1], [2, 2, 3], [-2, 4, 4], [
 WRONG: dict[str, list[Any]] = {
     "factor": [*NO_NUMBERS, 0, 0.5, 1e308],
     "alpha": [*NO_NUMBERS, 0],
-    "beta_fast": [*NO_NUMBERS, 0],
+    "beta_fast": [*NO_NUMBERS, 0, 5e-324, 1e308],
     "beta_slow": [*NO_NUMBERS, 0, 9.0],
     "mscale": NO_NUMBERS,
     "mscale_all_dim": NO_NUMBERS,
