@@ -550,11 +550,8 @@ class _RopeReader:
         width = 2 * self.pairs
         if width <= 2:
             return theta
-        try:
-            stretched: float = theta * by ** (width / (width - 2))
-            return min(stretched, sys.float_info.max)
-        except OverflowError:
-            return sys.float_info.max
+        # Factors are bounded, so that only a base that is absurd by itself could leave the range of floats.
+        return min(float(theta * by ** (width / (width - 2))), sys.float_info.max)
 
     def _note_unclear_theta(self, stored: Rope, rope: Rope, producer: Producer, name: str) -> None:
         """Name both bases where versions of a trainer are known not to hand ``rope_theta`` to this kind of scaling."""

@@ -264,7 +264,7 @@ def extend_positions(model_config: Any, context_length: int | None) -> None:
     config.max_position_embeddings = context_length
 
 
-_STRETCHED_FROM_LENGTH = ("yarn", "deepseek_yarn", "longrope", "su")
+_STRETCHED_FROM_LENGTH = ("yarn", "deepseek_yarn", "longrope")
 """Scalings that take ``max_position_embeddings`` for the trained length where nothing else gives it."""
 
 
