@@ -35,6 +35,7 @@ __all__ = [
     "apply_strict",
     "check",
     "column_order",
+    "findings_of_remains",
     "findings_without_target",
     "parse_source",
     "permute_blocks",
@@ -224,9 +225,9 @@ def _resolve(spec: DraftSpec, target: TargetFacts, findings: list[Finding]) -> t
             Finding(
                 "info" if settled else "warning",
                 "layer_ids_two_readings",
-                f"{spec.path}/config.json:eagle_config.eagle_aux_hidden_state_layer_ids: {ids} is read the way stock "
-                f"SGLang reads it on {target.architecture}: {_spell_all(read, n)}, boundaries {list(read)}; the other "
-                f"convention gives {_spell_all(other, n)}, boundaries {list(other)}. "
+                f"{spec.sources_place}: {ids} is read the way stock SGLang reads it on {target.architecture}: "
+                f"{_spell_all(read, n)}, boundaries {list(read)}; the other convention gives {_spell_all(other, n)}, "
+                f"boundaries {list(other)}. "
                 'Settle it with "eagle3_ext": {"layer_ids": "output"} or "boundary".',
             )
         )
@@ -269,7 +270,7 @@ def _report_default(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[B
 
 def _check_list(spec: DraftSpec, sources: Sequence[object]) -> Iterator[Finding]:
     """Check what needs no target: that the declared sources, in any spelling, are distinct, and their number."""
-    key = f"{spec.path}/config.json:sources"
+    key = spec.sources_place
     texts = [source.text for source in spec.sources or ()]
     repeated = dict.fromkeys(
         f"boundary {source}" if isinstance(source, int) else text
@@ -304,8 +305,8 @@ def _check_depth(spec: DraftSpec, target: TargetFacts, boundaries: Sequence[Boun
         yield Finding(
             "error",
             "source_beyond_depth",
-            f"{spec.path}/config.json:sources: got {', '.join(beyond)} for a target of {n} layers; every boundary must "
-            f"be in 0..{n}. Check that {target.path} is the target this draft was trained for.",
+            f"{spec.sources_place}: got {', '.join(beyond)} for a target of {n} layers; every boundary must be in "
+            f"0..{n}. Check that {target.path} is the target this draft was trained for.",
         )
 
 
@@ -437,6 +438,15 @@ def _differences(
     return (first, *further)
 
 
+def findings_of_remains(error: CheckpointError, target: TargetFacts | None) -> tuple[Finding, ...]:
+    """List what is wrong between a target and a draft that could be read in part, beside what the error holds."""
+    if error.spec is None or target is None:
+        return ()
+    # Sources may be among what is missing, and a wrong fc only follows from that.
+    codes = ("target_width", "vocab_size", "verifier_mismatch")
+    return tuple(f for f in plan(error.spec, target).findings if f.code in codes)
+
+
 def findings_without_target(spec: DraftSpec) -> tuple[Finding, ...]:
     """List what is wrong or doubtful about a draft whose target is not known, ambiguities as ``strict`` has them."""
     findings = list(spec.findings)
@@ -450,8 +460,8 @@ def findings_without_target(spec: DraftSpec) -> tuple[Finding, ...]:
                 Finding(
                     "error",
                     "source_beyond_depth",
-                    f"{spec.path}/config.json:sources: got {', '.join(below)}, which no target has; expected ids of at "
-                    f"least {lowest}. Correct the list.",
+                    f"{spec.sources_place}: got {', '.join(below)}, which no target has; expected ids of at least "
+                    f"{lowest}. Correct the list.",
                 )
             )
         return apply_strict(spec, findings)

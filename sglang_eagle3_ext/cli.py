@@ -165,16 +165,22 @@ def _inspect(args: argparse.Namespace) -> int:
     plan: AssemblyPlan | None = None
     target: TargetFacts | None = None
     unread: list[Finding] = []
+    draft_error: CheckpointError | None = None
     try:
         spec = formats.read_draft(
             args.draft, override=args.override, override_place="--override", revision=args.revision
         )
     except CheckpointError as error:
+        draft_error = error
         unread += error.findings
     try:
         target = None if args.target is None else formats.read_target(args.target, revision=args.target_revision)
     except CheckpointError as error:
         unread += error.findings
+    if draft_error is not None:
+        unread += assembly.findings_of_remains(draft_error, target)
+        if args.weights and draft_error.spec is not None:
+            unread += formats.check_values(draft_error.spec, progress=_progress)
     if unread and not args.json:
         raise CheckpointError.from_findings([*(() if spec is None else spec.findings), *unread])
     findings: tuple[Finding, ...] = tuple(unread)

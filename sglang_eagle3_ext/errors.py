@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_eagle3_ext.spec import Finding
+    from sglang_eagle3_ext.spec import DraftSpec, Finding
 
 
 class CheckpointError(ValueError):
@@ -17,17 +17,20 @@ class CheckpointError(ValueError):
 
     Attributes:
         findings: the problems as data, empty when the error was raised with a plain message.
+        spec: the draft as far as it could be read, with what is wrong taken for absent, so that the rest of it can
+            be checked as well; ``None`` where nothing can.
     """
 
-    def __init__(self, message: str, findings: Iterable[Finding] = ()) -> None:
+    def __init__(self, message: str, findings: Iterable[Finding] = (), spec: DraftSpec | None = None) -> None:
         super().__init__(message)
         self.findings: tuple[Finding, ...] = tuple(findings)
+        self.spec = spec
 
     @classmethod
-    def from_findings(cls, findings: Iterable[Finding]) -> CheckpointError:
-        """Build one error out of all findings of severity ``error``."""
-        errors = tuple(f for f in findings if f.severity == "error")
-        return cls("\n".join(f.message for f in errors), errors)
+    def from_findings(cls, findings: Iterable[Finding], spec: DraftSpec | None = None) -> CheckpointError:
+        """Build one error out of all findings of severity ``error``, each of them once."""
+        errors = tuple(dict.fromkeys(f for f in findings if f.severity == "error"))
+        return cls("\n".join(f.message for f in errors), errors, spec)
 
 
 def first_line(error: BaseException) -> str:

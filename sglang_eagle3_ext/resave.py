@@ -130,11 +130,15 @@ def _configure(args: argparse.Namespace) -> int:
     if in_place:
         _refuse_in_place(args.draft, file)
     out = _free(args.out, folder) if args.out is not None else None
-    target = read_target(args.target, revision=args.target_revision) if args.target else None
-
     # As bytes: universal newlines would change the line ends of the file.
     old = file.read_bytes().decode("utf-8")
     new = edit_json(old, edits)
+    target: TargetFacts | None = None
+    if args.target:
+        try:
+            target = read_target(args.target, revision=args.target_revision)
+        except CheckpointError as error:
+            raise CheckpointError.from_findings([*_errors(folder, new), *error.findings]) from None
     spec, plan = _judge(folder, new, target)
     ids, note = _stock_ids(spec, plan, config)
     if ids:
@@ -227,6 +231,15 @@ def _refuse_in_place(draft: str, file: Path) -> None:
         raise CheckpointError("\n".join(f"{problem} {advice}" for problem in problems))
 
 
+def _errors(folder: Path, text: str) -> tuple[Finding, ...]:
+    """List what would be wrong with a draft with this ``config.json`` on any target."""
+    try:
+        _judge(folder, text, None)
+    except CheckpointError as error:
+        return error.findings
+    return ()
+
+
 def _judge(folder: Path, text: str, target: TargetFacts | None) -> tuple[DraftSpec, AssemblyPlan | None]:
     """Let the reader say what a draft with this ``config.json`` would be; raise its errors, all at once."""
     with tempfile.TemporaryDirectory(prefix="sglang-eagle3-") as scratch:
@@ -243,7 +256,12 @@ def _judge(folder: Path, text: str, target: TargetFacts | None) -> tuple[DraftSp
         except CheckpointError as error:
             message = str(error).replace(scratch, str(folder))
             raise CheckpointError(message, rename(error.findings)) from None
-    spec = replace(spec, path=str(folder), findings=rename(spec.findings))
+    spec = replace(
+        spec,
+        path=str(folder),
+        sources_place=spec.sources_place.replace(scratch, str(folder)),
+        findings=rename(spec.findings),
+    )
     plan = assembly.plan(spec, target) if target is not None else None
     findings = plan.findings if plan is not None else assembly.findings_without_target(spec)
     spec = replace(spec, findings=findings)

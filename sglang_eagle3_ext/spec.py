@@ -254,6 +254,7 @@ class DraftSpec:
         architecture: the architecture string of its ``config.json``.
         sources: the states ``fc`` was trained on, as listed (``order`` says whether that is fc column
             order); ``None`` when the checkpoint names none (the plan then takes stock's default and warns).
+        sources_place: file and key where they are named, or would be, for messages.
         order: whether ``sources`` stand as listed or are to be sorted ascending.
         layer_ids: what sources of kind ``id`` mean.
         num_sources: number of fc blocks; 0 for a draft without ``fc``.
@@ -280,6 +281,7 @@ class DraftSpec:
     format: str
     architecture: str
     sources: tuple[Source, ...] | None
+    sources_place: str
     order: Order
     layer_ids: IdMeaning
     num_sources: int

@@ -14,6 +14,7 @@ BASE = DraftSpec(
     format="eagle",
     architecture="LlamaForCausalLMEagle3",
     sources=None,
+    sources_place="draft/config.json:eagle_config.eagle_aux_hidden_state_layer_ids",
     order="as_listed",
     layer_ids="stock",
     num_sources=3,

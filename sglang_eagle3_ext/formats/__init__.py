@@ -98,7 +98,7 @@ def read_draft(
     _refuse_whole_model(path, revision)
     folder = Folder.open(locate(path, revision), override, override_place)
     if folder.unreadable:
-        _check_types(folder)
+        _check_keys(folder)
         raise CheckpointError.from_findings([*folder.findings, *folder.unreadable])
     answers = {name: claim(folder) for name, claim in READERS.items()}
     claimed = {name: answer for name, answer in answers.items() if isinstance(answer, DraftSpec)}
@@ -132,8 +132,20 @@ def read_draft(
         raise CheckpointError.from_findings(folder.findings)
     spec = next(iter(claimed.values()))
     if any(finding.code in _UNREADABLE for finding in spec.findings):
-        raise CheckpointError.from_findings(spec.findings)
+        raise CheckpointError.from_findings(spec.findings, spec)
     return spec
+
+
+def _check_keys(folder: Folder) -> None:
+    """Report what is wrong with ``config.json`` by itself, where weights cannot be read."""
+    is_claimed = False
+    for claim in READERS.values():
+        try:
+            claim(folder)
+        except CheckpointError:  # What it holds is among the folder's findings.
+            is_claimed = True
+    if not is_claimed:
+        _check_types(folder)
 
 
 def _check_types(folder: Folder) -> None:
@@ -226,7 +238,7 @@ def read_pair(
     try:
         facts = read_target(target, revision=target_revision)
     except CheckpointError as error:
-        findings += error.findings
+        findings += (*(() if spec is None else spec.findings), *error.findings)
     if spec is None or facts is None:
         raise CheckpointError.from_findings(findings)
     return spec, facts

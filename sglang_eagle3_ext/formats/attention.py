@@ -64,7 +64,7 @@ def _read_latent(r: Reading, keys: LatentConfig, num_layers: int) -> Attention:
     r.origins["q_lora_rank"] = "weights" if q_rank is None else "config"
     if q_rank is None:
         q_rank = stored("q_a_layernorm") or None
-    if r.is_incomplete:
+    if r.unknown:
         return Attention("mla", num_layers, 1, 1, 2, latent=Latent(q_rank, 1, 1, 1, 1))
     if rope % 2:
         r.report_value(f"{r.dialect.layer_place}qk_rope_head_dim", rope, "an even number, since pairs are rotated")
@@ -131,7 +131,7 @@ def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attent
             r.differences.append(f"stock takes head_dim {usual}, hidden_size over heads")
     kv_heads = layer.num_key_value_heads
     r.origins["kv_heads"] = "config"
-    if kv_heads is not None and not r.is_incomplete and (kv_heads <= 0 or heads % kv_heads):
+    if kv_heads is not None and not r.unknown and (kv_heads <= 0 or heads % kv_heads):
         r.folder.add(
             "error",
             "head_count",
@@ -142,7 +142,7 @@ def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attent
         told = k_rows // head_dim if k_rows % head_dim == 0 else 0
         r.origins["kv_heads"] = "weights" if told else "default"
         kv_heads = told or heads
-        if heads % kv_heads and not r.is_incomplete:
+        if heads % kv_heads and not r.unknown:
             r.folder.add(
                 "error",
                 "head_count",

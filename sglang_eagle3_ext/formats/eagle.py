@@ -31,7 +31,7 @@ def claim_and_read(folder: Folder) -> DraftSpec | str:
     traces = find_traces(folder)
     if traces:
         return next(iter(traces.values()))
-    if architecture(folder) == "LlamaForCausalLM":
+    if architecture(folder) == "LlamaForCausalLM" and not folder.unreadable:
         refusal = _plain_llama(folder)
         if refusal is not None:
             return refusal

@@ -104,7 +104,7 @@ class Producer(NamedTuple):
 PRODUCERS: dict[str, Producer] = {
     "angelslim": Producer("output", "as_listed", reads_rope_theta=False),
     "automodel": Producer("output", "as_listed", reads_mscale=False),
-    "eagle": Producer("boundary", "ascending"),
+    "eagle": Producer("boundary", "ascending", reads_rope_theta=False),
     "modelopt": Producer("output", "ascending"),
     "specforge": Producer("output", "ascending", norm_output_recycles=False, table_beyond=20),
     "speculators": Producer("boundary", "ascending"),

@@ -112,7 +112,8 @@ def read_json(file: Path, code: str) -> dict[str, Any]:
             code, f"{file}: cannot be read, got {error}; expected JSON. Repair or fetch the file again."
         ) from error
     if not present:
-        raise fatal(code, f"{file}: no such file; expected a checkpoint with it. Check the folder.")
+        got = "is no regular file" if os.path.lexists(file) else "no such file"
+        raise fatal(code, f"{file}: {got}; expected a checkpoint with it. Check the folder.")
     if not isinstance(value, dict):
         raise fatal(
             code,
@@ -131,7 +132,8 @@ class Folder:
         declared: the merged ``eagle3_ext`` object.
         tensors: tensor name -> header, of every weight file.
         findings: what was noticed so far.
-        unreadable: what keeps ``config.json`` or weight files from being read, after which no dialect can be asked.
+        unreadable: what keeps ``config.json`` or weight files from being read; ``tensors`` is empty beside it.
+        override_place: where the command line's ``eagle3_ext`` was given, for messages.
     """
 
     path: Path
@@ -140,6 +142,7 @@ class Folder:
     tensors: Mapping[str, TensorInfo]
     findings: list[Finding] = field(default_factory=list)
     unreadable: list[Finding] = field(default_factory=list)
+    override_place: str = OVERRIDE
 
     @classmethod
     def open(cls, path: Path, override: Mapping[str, Any] | None, override_place: str = OVERRIDE) -> Folder:
@@ -160,7 +163,7 @@ class Folder:
             tensors = headers(path, findings)
         except CheckpointError as error:
             unreadable += error.findings
-        folder = cls(path, config, declared, tensors, findings, unreadable)
+        folder = cls(path, config, declared, tensors, findings, unreadable, override_place)
         folder._check_architectures()
         return folder
 
@@ -178,13 +181,22 @@ class Folder:
         )
         self.config = {**self.config, "architectures": [names] if isinstance(names, str) else None}
 
+    def own_place(self, key: str) -> str:
+        """Say where a key of the merged ``eagle3_ext`` stands: in ``config.json`` or on the command line."""
+        is_override = self.declared.origins.get(key) == "override"
+        return f"{self.override_place if is_override else 'config.json:eagle3_ext'}.{key}"
+
+    def at(self, place: str) -> str:
+        """Spell a place in full: what was given on a command line does not lie in the folder."""
+        return place if place.startswith(self.override_place) else f"{self.path}/{place}"
+
     def add(self, severity: Severity, code: str, place: str, text: str) -> None:
-        """Report a finding at ``<folder>/<place>``."""
-        self.findings.append(Finding(severity, code, f"{self.path}/{place}: {text}"))
+        """Report a finding at a place in the folder or on the command line."""
+        self.findings.append(Finding(severity, code, f"{self.at(place)}: {text}"))
 
     def is_reported(self, place: str) -> bool:
-        """Say whether something was reported at ``<folder>/<place>`` already."""
-        start = printable(f"{self.path}/{place}: ")
+        """Say whether something was reported at this place already."""
+        start = printable(f"{self.at(place)}: ")
         return any(finding.message.startswith(start) for finding in self.findings)
 
     def integers(self, name: str) -> list[int]:
@@ -306,13 +318,16 @@ def _weight_map(file: Path) -> dict[str, str]:
             "index_unreadable",
             f"{file}:weight_map: got {spell(weight_map)}; expected an object of file names. Fetch the file again.",
         )
-    # What lies elsewhere is read by nobody, since engines list the folder.
-    elsewhere = sorted({shard for shard in weight_map.values() if not shard or Path(shard).name != shard})
+    # What lies elsewhere, or is no weight file by its name, is read by nobody, since engines list the folder.
+    kind = ".safetensors" if file.name.endswith(".safetensors.index.json") else ".bin"
+    elsewhere = sorted(
+        {shard for shard in weight_map.values() if Path(shard).name != shard or not shard.endswith(kind)}
+    )
     if elsewhere:
         raise fatal(
             "index_unreadable",
-            f"{file}:weight_map: got {shown([spell(shard) for shard in elsewhere])}; expected names of files in the "
-            "folder. Fetch the file again.",
+            f"{file}:weight_map: got {shown([spell(shard) for shard in elsewhere])}; expected names of *{kind} files "
+            "in the folder. Fetch the file again.",
         )
     return weight_map
 

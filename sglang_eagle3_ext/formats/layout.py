@@ -33,7 +33,7 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
         The draft's facts, with every problem that can be seen without a target in ``findings``.
 
     Raises:
-        CheckpointError: a size that everything else hangs on cannot be found.
+        CheckpointError: a size that everything else hangs on cannot be found, or the weights cannot be read.
     """
     r = Reading(folder, dialect)
     d, ext = r.dialect, r.ext
@@ -49,15 +49,19 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
     producer = read_producer(r)
     sources, order, layer_ids = read_sources(r)
     norms = read_norms(r)
-    if r.is_incomplete:
-        _check_without_sizes(r, norms, attention, len(sources or ()))
-        raise CheckpointError.from_findings(folder.findings)
+    max_positions = int(r.default("max_position_embeddings", r.layer.max_position_embeddings))
+    rms_norm_eps = float(r.default("rms_norm_eps", r.layer.rms_norm_eps))
+    hidden_act = _hidden_act(r)
+    rope = read_rope(r, attention, max_positions)
+    if r.is_partial:
+        if not folder.unreadable:
+            _check_without_sizes(r, norms, attention, len(sources or ()), vocab_size)
+        _dtype(r)
+        raise CheckpointError.from_findings([*folder.findings, *folder.unreadable])
     num_sources, target_hidden_size, fc_in = read_fc(r, hidden_size, sources)
     vocab = read_vocab(r, vocab_size)
     embed = read_embed(r, hidden_size, target_hidden_size)
     lm_head = read_lm_head(r, vocab, hidden_size, target_hidden_size)
-    max_positions = int(r.default("max_position_embeddings", r.layer.max_position_embeddings))
-    rope = read_rope(r, attention, max_positions)
     fc_bias, mlp_bias = _has_biases(r)
     note_biases(r, fc_bias, mlp_bias, attention)
 
@@ -71,7 +75,6 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
     _check_shapes(r, expected_shapes)
     vocab = check_map_values(r, vocab)
     dtype = _dtype(r)
-    hidden_act = _hidden_act(r)
     note_stock_fc(r, fc_in, hidden_size)
 
     return DraftSpec(
@@ -79,6 +82,7 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
         format=d.format,
         architecture=d.architecture,
         sources=sources,
+        sources_place=folder.at(d.ids_place if folder.declared.sources is None else folder.own_place("sources")),
         order=order,
         layer_ids=layer_ids,
         num_sources=num_sources,
@@ -94,7 +98,7 @@ def read(folder: Folder, dialect: Dialect) -> DraftSpec:
         vocab=vocab,
         embed=embed,
         lm_head=lm_head,
-        rms_norm_eps=float(r.default("rms_norm_eps", r.layer.rms_norm_eps)),
+        rms_norm_eps=rms_norm_eps,
         hidden_act=hidden_act,
         max_position_embeddings=max_positions,
         dtype=dtype,
@@ -118,17 +122,18 @@ def _has_biases(r: Reading) -> tuple[bool, bool]:
     return "fc.bias" in r.by_canonical, mlp
 
 
-def _check_without_sizes(r: Reading, norms: Norms, attention: Attention, num_sources: int) -> None:
-    """Check what does not hang on the sizes that are unknown: which tensors there are, their types, a few keys."""
+def _check_without_sizes(r: Reading, norms: Norms, attention: Attention, num_sources: int, vocab_size: int) -> None:
+    """Check the vocabulary, and which tensors there are, where a size is unknown that their shapes hang on."""
     has = r.by_canonical.keys()
     num_sources = num_sources or sum(name.startswith("fc_norm.") for name in has) or 3
     fc_in = None if not r.dialect.uses_aux and "fc.weight" not in has else 1
-    vocab = Vocab(1, 1, "offset" if "d2t" in has else "none")
+    if "vocab_size" in r.unknown:
+        vocab = Vocab(1, 1, "offset" if "d2t" in has else "none")
+    else:
+        vocab = check_map_values(r, read_vocab(r, vocab_size))
     embed, lm_head = ("own" if f"{name}.weight" in has else "target" for name in ("embed_tokens", "lm_head"))
     names = _shapes(r, 1, 1, num_sources, 1, fc_in, *_has_biases(r), norms, attention, vocab, embed, lm_head)
     _check_names(r, [name for name, _ in names])
-    _dtype(r)
-    _hidden_act(r)
 
 
 def _hidden_act(r: Reading) -> str:
@@ -279,7 +284,7 @@ def _check_names(r: Reading, expected: Collection[str]) -> tuple[str, ...]:
         if canonical not in allowed and not canonical.startswith(IGNORED):
             del r.weights[name]
             del r.by_canonical[canonical]
-    unconsumed = sorted(set(tensors) - set(r.weights))
+    unconsumed = sorted(set(tensors) - set(r.weights) - r.doubled)
     if unconsumed:
         r.folder.add(
             "error",

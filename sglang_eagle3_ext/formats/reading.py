@@ -228,7 +228,8 @@ class Reading:
         differences: sentences on what stock would compute otherwise.
         weights: file tensor name -> canonical name.
         by_canonical: the reverse.
-        is_incomplete: whether a size is unknown on which everything else hangs.
+        doubled: file tensor names that mean the same as another one, which has been reported.
+        unknown: keys of sizes on which everything else hangs and that nothing tells.
     """
 
     folder: Folder
@@ -237,12 +238,18 @@ class Reading:
     differences: list[str] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     by_canonical: dict[str, str] = field(default_factory=dict)
-    is_incomplete: bool = False
+    doubled: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.differences.extend(self.dialect.stock.differences)
         self._check_sizes()
         self._home_tensors()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether sizes or all tensors are unknown, so that only what hangs on neither can be checked."""
+        return bool(self.unknown or self.folder.unreadable)
 
     @property
     def layer(self) -> LayerConfig:
@@ -280,6 +287,7 @@ class Reading:
                 # A file may spell the prefix itself, which leaves nothing out on purpose.
                 continue
             if canonical in self.by_canonical:
+                self.doubled.add(name)
                 self.folder.add(
                     "error",
                     "tensor_twice",
@@ -350,8 +358,9 @@ class Reading:
     def report_incomplete(self, key: str) -> None:
         """Report a key without which the draft has no shape, unless what it holds has been reported as wrong."""
         place = f"{self.dialect.layer_place}{key}"
-        self.is_incomplete = True
-        if not self.folder.is_reported(place):
+        self.unknown.add(key)
+        # A tensor that cannot be read may tell it.
+        if not self.folder.unreadable and not self.folder.is_reported(place):
             self.folder.add(
                 "error",
                 "config_incomplete",

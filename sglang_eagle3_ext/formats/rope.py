@@ -17,7 +17,6 @@ from sglang_eagle3_ext.spec import Attention, Rope, Severity
 _BASE = 10000.0
 """The base of the rotary embedding where nothing says another."""
 
-_OWN = "config.json:eagle3_ext.rope_scaling"
 _LENGTH_KEY = "original_max_position_embeddings"
 _SETTLE_THETA = '"eagle3_ext": {"rope_theta": ...}.'
 
@@ -27,11 +26,11 @@ class _Value(NamedTuple):
 
     Attributes:
         expected: in words; ``{pairs}`` stands for the number of pairs that are rotated.
-        accepts: says so of a value, given the number of pairs.
+        accepts: says so of a value, given the number of pairs, ``None`` where that is unknown.
     """
 
     expected: str
-    accepts: Callable[[Any, int], bool]
+    accepts: Callable[[Any, int | None], bool]
 
 
 def _is_number(value: object) -> bool:
@@ -64,11 +63,12 @@ _TRUE = _Value("true or nothing, since nothing here computes the other one", lam
 _FALSE = _Value("false or nothing, since nothing here computes the other one", lambda v, _: v is False)
 _NOTHING = _Value("nothing, since nothing here computes it with latent attention", lambda v, _: False)
 _FACTORS = _Value(
-    "{pairs} numbers above 0, one for each rotated pair", lambda v, n: _is_list(v, _is_factor) and len(v) == n
+    "{pairs} numbers above 0, one for each rotated pair",
+    lambda v, n: _is_list(v, _is_factor) and n in (None, len(v)),
 )
 _SECTIONS = _Value(
     "three positive integers with the sum {pairs}, the number of rotated pairs",
-    lambda v, n: _is_list(v, _is_count) and len(v) == 3 and sum(v) == n,
+    lambda v, n: _is_list(v, _is_count) and len(v) == 3 and n in (None, sum(v)),
 )
 
 # With a base of one every pair turns alike, and yarn divides by its logarithm.
@@ -171,25 +171,27 @@ class _RopeReader:
         self.kinds = _KINDS if self.latent is None else _LATENT_KINDS
         self.max_positions = max_positions
         self.head_dim = attention.head_dim if attention.latent is None else attention.latent.qk_rope_head_dim
-        self.pairs = self.head_dim // 2
+        self.pairs = None if r.is_partial else self.head_dim // 2
         own = r.ext.rope_scaling
         self.is_settled = not isinstance(own, msgspec.UnsetType)
         """Whether ``eagle3_ext`` says the scaling, so that the config's need not be clear."""
         self.own = dict(own) if isinstance(own, Mapping) else {}
+        self.own_place = r.folder.own_place("rope_scaling")
         self.is_theta_settled = isinstance(r.ext.rope_theta, float) or self.own.get("rope_theta") is not None
         """Whether it says the base."""
 
     def read(self) -> Rope:
         r, declared = self.r, self.r.folder.declared
         stored = self._stored()
-        trained = self._trained(stored)
+        # What the trainer makes of it hangs on the number of pairs.
+        trained = stored if self.pairs is None else self._trained(stored)
         theta, scaling = trained.theta, trained.scaling
         if self.is_settled:
-            scaling = self._scaling(self.own, _OWN)
+            scaling = self._scaling(self.own, self.own_place)
             r.origins["rope_scaling"] = declared.origins["rope_scaling"]
         said = [
-            ("config.json:eagle3_ext.rope_theta", r.ext.rope_theta),
-            (f"{_OWN}.rope_theta", self.own.get("rope_theta")),
+            (r.folder.own_place("rope_theta"), r.ext.rope_theta),
+            (f"{self.own_place}.rope_theta", self.own.get("rope_theta")),
         ]
         if thetas := list(self._numbers("rope_theta", said, _THETA, "Remove one of the two.")):
             theta = thetas[0]
@@ -217,7 +219,7 @@ class _RopeReader:
 
     def _is_set_aside(self, place: str) -> bool:
         """Say whether ``eagle3_ext`` has the scaling in the place of what stands here."""
-        return self.is_settled and place != _OWN
+        return self.is_settled and place != self.own_place
 
     # ---- what is written -------------------------------------------------------------------------------------
 
@@ -306,7 +308,7 @@ class _RopeReader:
             *((f"{place}.{key}", value.get(key)) for place, value in objects.items()),
         ]
         advice = "Remove what training did not use."
-        own = self._numbers(key, [(f"{_OWN}.{key}", self.own.get(key))], _SHARE, advice)
+        own = self._numbers(key, [(f"{self.own_place}.{key}", self.own.get(key))], _SHARE, advice)
         stored = self._numbers(key, said, _SHARE, None if own else advice)
         share, place = next(iter((own or stored or {1.0: f"{self.place}{key}"}).items()))
         if share != (1.0 if stocks is None else stocks):
@@ -316,7 +318,7 @@ class _RopeReader:
 
     def _count_pairs(self, partial: float, place: str) -> None:
         """Count the pairs of a head that are rotated."""
-        if self.latent is not None:
+        if self.latent is not None or self.pairs is None:
             return
         width = int(self.head_dim * partial)
         self.pairs = width // 2
@@ -360,7 +362,7 @@ class _RopeReader:
             return None
         keys, inner = self.kinds[base], said.get(_LENGTH_KEY)
         places = {key: f"{place}.{key}" for key in keys}
-        if _LENGTH_KEY in keys and length is not None and (place != _OWN or inner is None):
+        if _LENGTH_KEY in keys and length is not None and (place != self.own_place or inner is None):
             # The config's own key has the last word, in stock and in transformers.
             said[_LENGTH_KEY] = length
             places[_LENGTH_KEY] = f"{self.place}{_LENGTH_KEY}"
@@ -372,10 +374,12 @@ class _RopeReader:
                     f"got {spell(inner)} beside {length} at the top level; expected one. {length} was taken, as stock "
                     "does. Remove what training did not use.",
                 )
-        if kind == "default" and place != _OWN:
+        if kind == "default" and place != self.own_place:
             self._leave_out_sections(said, place)
         absent = [key for key in _NEEDS.get(kind, ()) if key not in said]
         wrong = {key for key, rule in keys.items() if key in said and not rule.accepts(said[key], self.pairs)}
+        # Null is false to who asks for the key, and not for its absence.
+        wrong |= {key for key, rule in keys.items() if rule is _TRUE and stored.get(key, True) is None}
         if self._is_set_aside(place) and (
             absent or wrong or self._disorder({key: said[key] for key in said if key in keys})
         ):
@@ -389,11 +393,11 @@ class _RopeReader:
                 f"got rope_type {kind!r} without {', '.join(absent)}; expected these keys. Add them.",
             )
         for key in sorted(wrong):
-            self._refuse(places[key], said[key], keys[key].expected.format(pairs=self.pairs))
+            self._refuse(places[key], said.get(key), keys[key].expected.format(pairs=self.pairs or "N"))
         scaling: dict[str, Any] = {"rope_type": base}
         scaling |= {key: _computed(said[key], rule) for key, rule in keys.items() if key in said and key not in wrong}
         scaling = {key: value for key, value in scaling.items() if keys.get(key) not in (_TRUE, _FALSE)}
-        if base == "linear" and isinstance(said.get("factor"), int) and place != _OWN:
+        if base == "linear" and isinstance(said.get("factor"), int) and place != self.own_place:
             self._differ("stock stops at a linear factor that is written as a whole number")
         if base == "yarn" and self.latent is None and ("mscale" in scaling) != ("mscale_all_dim" in scaling):
             # Read only together, by stock and by transformers.
@@ -429,7 +433,7 @@ class _RopeReader:
         """Take the plain rotation where sections that were made for another head stand beside kind ``default``."""
         sections = said.get("mrope_section")
         is_other = _is_list(sections, _is_count) and len(sections) == 3 and sum(sections) != self.pairs  # type: ignore[arg-type]
-        if self.latent is not None or not is_other:
+        if self.pairs is None or self.latent is not None or not is_other:
             return
         del said["mrope_section"]
         if not self._is_set_aside(place):
@@ -466,6 +470,8 @@ class _RopeReader:
         rope = stored if self.is_settled else self._undo_dynamic(stored, producer, str(name), severity)
         if producer is not None and self.latent is None:
             self._note_unclear_theta(stored, rope, producer, str(name))
+        if producer is None and r.dialect.architecture == "LlamaForCausalLM":
+            self._note_eagles_theta(stored)
         if producer is None or "mrope_section" in (rope.scaling or {}):
             return rope
         if not producer.reads_mscale and self.latent is not None:
@@ -540,14 +546,14 @@ class _RopeReader:
         self.r.folder.add(
             "error",
             "rope_type",
-            _OWN,
+            self.own_place,
             "got rope_type 'dynamic', which trainers and stock read differently; expected the stretched rope_theta. "
             f'As stock does it, set "eagle3_ext": {{"rope_theta": {stocks:.9g}, "rope_scaling": null}}.',
         )
 
     def _stretched(self, theta: float, by: float) -> float:
         """Stretch a base so that the slowest pair turns that much slower, as dynamic scaling does (NTK-aware)."""
-        width = 2 * self.pairs
+        width = 2 * (self.pairs or 0)
         if width <= 2:
             return theta
         # Factors are bounded, so that only a base that is absurd by itself could leave the range of floats.
@@ -566,6 +572,19 @@ class _RopeReader:
             f"{self.place}rope_theta",
             f"got {stored.theta:g}, in whose place versions of {name} train with {_BASE:g} under rope_type {kind!r}; "
             f'{rope.theta:.9g} was taken. For the other reading set "eagle3_ext": {{"rope_theta": {other:.9g}}}.',
+        )
+
+    def _note_eagles_theta(self, stored: Rope) -> None:
+        """Name both bases of the EAGLE repository's layout, whose training code knows one base only."""
+        if self.is_theta_settled or stored.theta == _BASE:
+            return
+        self.r.folder.add(
+            "warning",
+            "rope_not_as_written",
+            f"{self.place}rope_theta",
+            f"got {stored.theta:g} in the layout of the EAGLE repository, whose code trains with {_BASE:g} whatever "
+            f"stands there and infers with what stands there; {stored.theta:g} was taken, as stock does. For the other "
+            'reading set "eagle3_ext": {"producer": "eagle"}, else settle it with {"rope_theta": ...}.',
         )
 
     def _without_mscale(self, stored: Rope, producer: str) -> Rope:

@@ -32,7 +32,7 @@ def read_vocab(r: Reading, vocab_size: int) -> Vocab:
         r.folder.add(
             "error",
             "vocab_map_missing",
-            "config.json:eagle3_ext.vocab_map",
+            r.folder.own_place("vocab_map"),
             f"got {ext.vocab_map!r}, and the file has no d2t; expected the map that it speaks of. Remove the key.",
         )
     elif draft != vocab_size and not has_map:

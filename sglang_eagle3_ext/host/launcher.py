@@ -80,7 +80,13 @@ def check_launch(_result: Any, server_args: Any) -> None:
                 "--speculative-draft-model-path: got none; expected the folder or Hub id of an EAGLE-3 draft. "
                 "Name the draft, or serve without --speculative-algorithm EAGLE3."
             )
-        spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
+        try:
+            spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
+        except CheckpointError as error:
+            if error.spec is None:
+                raise
+            more = assembly.findings_of_remains(error, config.target_facts(model_config_of(args)))
+            raise CheckpointError.from_findings([*error.findings, *more, *_values(error.spec)]) from error
         if spec is None:
             return
         _note_ropes_of_the_target(args)

@@ -75,10 +75,13 @@ KINDS = {
     "no JSON": Kind("config.json: cannot be read", damage=lambda p: (p / "config.json").write_text('{"a": 1,}')),
     "shard absent": Kind("index.json:weight_map: names model-2.safetensors, which", damage=write_index),
     "unknown key": Kind("config.json:eagle3_ext.sorces: unknown key", {"eagle3_ext": {"sorces": ["embed"]}}),
-    "ids out of range": Kind("config.json:sources: got id 9 (boundary 10) for a target of 8", {IDS: [1, 3, 9]}),
+    "ids out of range": Kind(
+        "eagle_config.eagle_aux_hidden_state_layer_ids: got id 9 (boundary 10) for", {IDS: [1, 3, 9]}
+    ),
     "ids below all": Kind("got id -5 (boundary -4) for a target of 8 layers", {IDS: [-5, 1, 3]}),
     "sources twice": Kind(
-        "names boundary 0 more than once", {"eagle3_ext": {"sources": ["embed", "boundary0", "layer3"]}}
+        "eagle3_ext.sources: got ['embed', 'boundary0', 'layer3'], which names boundary 0 more than once",
+        {"eagle3_ext": {"sources": ["embed", "boundary0", "layer3"]}},
     ),
 }
 
@@ -132,6 +135,31 @@ def test_what_needs_no_target_is_found_without_one(tmp_path, capsys, config, ten
     exit_code, text = run(capsys, draft, *flags, "--json")
     assert exit_code == 1
     assert code in {f["code"] for f in json.loads(text)["findings"] if f["severity"] == "error"}
+
+
+def test_a_wrong_key_hides_neither_values_nor_the_target(tmp_path, capsys):
+    draft = write_draft(
+        tmp_path / "d", config_changes={**SOURCES, "fc_norm": 3}, tensor_changes={"fc.weight": torch.ones(32, 96) / 0}
+    )
+    target = write_target(tmp_path / "t", config_changes={"vocab_size": 95, "hidden_size": 48})
+    code, text = run(capsys, draft, "--target", target, "--weights")
+    said = ("config.json:fc_norm: got 3", "fc.weight: got 3072 values", "vocab_size: 96, got", "hidden_size 48; both")
+    assert code == 1
+    assert len(text.splitlines()) == len(said)
+    assert all(part in text for part in said)
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("configure", "--set", "strict=true", "--print"), ("export", "--for", "stock", "--out", "x")]
+)
+def test_a_broken_target_hides_no_error_of_the_draft(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    draft = write_draft(tmp_path / "d", config_changes={**SOURCES, "hidden_act": "gelu"})
+    target = write_target(tmp_path / "t", config_changes={"vocab_size": 0})
+    assert cli.main([command[0], str(draft), "--target", str(target), *command[1:]]) == 1
+    text = capsys.readouterr().err
+    assert "hidden_act: got 'gelu'" in text
+    assert "vocab_size: got 0" in text
 
 
 # --trace

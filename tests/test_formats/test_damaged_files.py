@@ -19,6 +19,7 @@ from sglang_eagle3_ext.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
 
@@ -156,6 +157,48 @@ def test_broken_weights_do_not_hide_keys_of_the_wrong_type(tmp_path):
     assert codes(refusal(path)) == ["config_type", "config_type", "eagle3_ext", "weights_unreadable"]
 
 
+@pytest.mark.parametrize("dialect", ["eagle", "speculators", "deepseek"])
+def test_broken_weights_do_not_hide_values_that_no_draft_can_have(tmp_path, dialect):
+    path = write_draft(tmp_path, dialect)
+    config = json.loads((path / "config.json").read_text())
+    layer = config["transformer_layer_config"] if dialect == "speculators" else config
+    layer |= {"hidden_act": "gelu", "rms_norm_eps": -1.0, "max_position_embeddings": 0, "hidden_size": -4}
+    layer |= {"rope_scaling": {"rope_type": "yarn", "factor": -2.0}}
+    config |= {"dtype": "int7", "draft_vocab_size": -1, "next_layer_regular": False}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / WEIGHTS).write_bytes(b"abc")
+    findings = refusal(path)
+    assert codes(findings) == ["config_value"] * 6 + ["hidden_act", "unserved_key", "weights_unreadable"]
+    keys = ("rms_norm_eps", "max_position_embeddings", "hidden_size", "factor", "dtype", "draft_vocab_size")
+    assert all(any(f"{key}: got" in f.message for f in findings) for key in keys)
+
+
+def test_broken_weights_are_not_concluded_from(tmp_path):
+    # Whatever the tensors would have told is neither missing nor at odds with the config.
+    absent = dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim", "intermediate_size"), DELETE)
+    path = write_draft(tmp_path, config_changes={**absent, "fc_norm": True, "rope_scaling": LONGROPE})
+    (path / WEIGHTS).write_bytes(b"abc")
+    assert codes(refusal(path)) == ["weights_unreadable"]
+
+
+def test_an_unknown_size_hides_neither_rope_nor_vocabulary(tmp_path):
+    wrong = {"max_position_embeddings": -3, "rope_theta": 0.5, "draft_vocab_size": 1000}
+    unknown = {"num_attention_heads": DELETE, "head_dim": DELETE, "rope_scaling": {**LONGROPE, "short_factor": []}}
+    path = write_draft(tmp_path, config_changes={**wrong, **unknown})
+    findings = refusal(path)
+    assert codes(findings) == ["config_incomplete", *["config_value"] * 2, "vocab_rows"]
+    # How many pairs a head has is not known, so that no list can be too short for it.
+    assert not any("short_factor" in f.message for f in findings)
+
+
+def test_a_config_that_is_a_folder(tmp_path):
+    path = write_draft(tmp_path)
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    [found] = refusal(path)
+    assert (found.code, "config.json: is no regular file; expected" in found.message) == ("config_unreadable", True)
+
+
 def test_an_unknown_architecture_does_not_hide_keys_of_the_wrong_type(tmp_path):
     path = write_draft(tmp_path, config_changes={"architectures": ["Unknown"], "num_attention_heads": [4]})
     assert codes(refusal(path)) == ["config_type", "dialect_unknown"]
@@ -278,12 +321,14 @@ def test_long_values_are_cut(tmp_path):
 # The index
 
 
-@pytest.mark.parametrize("shard_name", ["/etc/passwd", "../model.safetensors", "sub/model.safetensors", ""])
+@pytest.mark.parametrize(
+    "shard_name", ["/etc/passwd", "../model.safetensors", "sub/model.safetensors", "", "config.json", "model.bin"]
+)
 def test_an_index_that_names_files_elsewhere(tmp_path, shard_name):
     path = shard(write_draft(tmp_path), lambda weight_map: {**weight_map, "fc.weight": shard_name})
     [found] = refusal(path)
     assert found.code == "index_unreadable"
-    assert f"got {json.dumps(shard_name)}; expected names of files in the folder" in found.message
+    assert f"got {json.dumps(shard_name)}; expected names of *.safetensors files in the folder" in found.message
 
 
 def test_an_index_that_puts_a_tensor_into_the_wrong_shard(tmp_path):

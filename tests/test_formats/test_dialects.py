@@ -136,7 +136,7 @@ def test_angelslim(tmp_path):
     assert (spec.format, spec.producer, spec.sources, spec.layer_ids) == ("angelslim", "angelslim", None, "output")
     assert (spec.rope, spec.origins["rope_theta"]) == (Rope(10000.0), "default")
     assert (spec.lm_head, spec.embed) == ("own", "target")
-    assert codes(spec) == ["tied_with_head", "rope_not_as_written"]
+    assert codes(spec) == ["rope_not_as_written", "tied_with_head"]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,21 @@ def test_a_renamed_upload_of_angelslim_needs_its_producer(tmp_path):
     # What the user says about theta itself stands above what his trainer is known for.
     told = formats.read_draft(tmp_path, override={"producer": "angelslim", "rope_theta": 5e5})
     assert (told.rope, "rope_not_as_written" in codes(told)) == (Rope(5e5), False)
+
+
+def test_the_eagle_repository_trains_with_one_base(tmp_path):
+    """Its inference code reads ``rope_theta`` and its training code (traineagle3/cnets.py) has no such argument."""
+    path = write_draft(tmp_path, config_changes={"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5})
+    unsettled = formats.read_draft(path)
+    [said] = [f for f in unsettled.findings if f.code == "rope_not_as_written"]
+    assert (unsettled.rope, said.severity) == (Rope(5e5), "warning")
+    assert "got 500000" in said.message
+    assert "trains with 10000 " in said.message
+    named = formats.read_draft(path, override={"producer": "eagle"})
+    assert (named.rope, named.origins["rope_theta"]) == (Rope(1e4), "override")
+    for settled in ({"rope_theta": 5e5}, {"producer": "specforge"}):
+        told = formats.read_draft(path, override=settled)
+        assert (told.rope, "rope_not_as_written" in codes(told)) == (Rope(5e5), False)
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_pickled_weights_read_the_same(tmp_path):
     assert {n: (t.shape, t.dtype) for n, t in spec.tensors.items()} == {
         n: (t.shape, t.dtype) for n, t in expected.tensors.items()
     }
-    same = ("path", "tensors")
+    same = ("path", "sources_place", "tensors")
     assert dataclasses.replace(spec, **{f: getattr(expected, f) for f in same}) == expected
     loaded = dict(formats.read_tensors(spec))
     assert set(loaded) == set(spec.weights.values())
@@ -454,7 +454,9 @@ FATAL = {
         "surrogates not allowed",
     ),
     "shard of a name too long": (
-        lambda p: (p / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "s" * 300}})),
+        lambda p: (p / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": f"{'s' * 300}.safetensors"}})
+        ),
         "shard_absent",
         "which the folder lacks",
     ),

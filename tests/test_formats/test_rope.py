@@ -402,8 +402,9 @@ def test_latent_attention_is_scaled_as_yarn_says(tmp_path, key):
     plain, said = read(tmp_path, {"rope_scaling": scaling}, "deepseek"), {**scaling, key: True}
     spec = read(tmp_path, {"rope_scaling": said}, "deepseek")
     assert (spec.rope, spec.findings, spec.stock) == (plain.rope, plain.findings, plain.stock)
-    spec = read(tmp_path, {"rope_scaling": {**scaling, key: False}}, "deepseek")
-    assert errors(spec) == [("config_value", f"rope_scaling.{key}")]
+    for other in (False, None):  # null is false to who asks for the key
+        spec = read(tmp_path, {"rope_scaling": {**scaling, key: other}}, "deepseek")
+        assert errors(spec) == [("config_value", f"rope_scaling.{key}")]
 
 
 def test_yarn_under_two_names_is_one_kind_for_latent_attention(tmp_path):
