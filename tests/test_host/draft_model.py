@@ -15,6 +15,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import gc
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -855,6 +856,26 @@ def test_what_is_borrowed_is_the_targets_own_tensor(targets: Callable[[int], Tar
     assert served.model.lm_head.weight is target.embed.weight
     served = serve(VARIANTS["wider_target"].at(tmp_path / "wider"), targets(48))
     assert served.model.model.embed_tokens.weight.shape[1] == E
+
+
+def test_what_is_borrowed_is_not_held_twice(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    target = targets(M)
+    folder = VARIANTS["head_of_the_target"].at(tmp_path)
+    config = draft_config(folder)
+    plan = resolve(config, target)
+    model = build(config)
+
+    def held() -> int:
+        """Count the bytes that the draft has beside the target's."""
+        theirs = {target.embed.weight.data_ptr(), target.head.weight.data_ptr()}
+        own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in theirs}
+        return sum(own.values())
+
+    placeholders = sum(p.numel() * p.element_size() for p in (model.model.embed_tokens.weight, model.lm_head.weight))
+    before = held()
+    share(model, target)
+    stored = [info for name, info in plan.spec.tensors.items() if plan.spec.weights[name] not in ("d2t", "t2d")]
+    assert held() == before - placeholders == 4 * sum(math.prod(info.shape) for info in stored)
 
 
 # ---- what SGLang is told ------------------------------------------------------------------------------------------
