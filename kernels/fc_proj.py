@@ -393,12 +393,21 @@ def _validate(
     for i, s in enumerate(sources):
         name = "x" if packed else f"x[{i}]"
         if s.dim() != 2 or not s.is_floating_point():
-            problems.append(f"{name}: got {describe(s)}; expected a floating point matrix of T rows.")
+            problems.append(
+                f"{name}: got {describe(s)}; expected a floating point matrix of T rows."
+                " Give each captured state a row per token."
+            )
         elif (s.shape, s.dtype, s.device) != (first.shape, first.dtype, first.device):
-            problems.append(f"{name}: got {describe(s)}; expected what x[0] is, {describe(first)}.")
+            problems.append(
+                f"{name}: got {describe(s)}; expected what x[0] is, {describe(first)}."
+                " Capture all of them from one target."
+            )
     k = num_sources if packed else len(sources)
     if k < 1 or (not packed and num_sources not in (1, k)):
-        problems.append(f"num_sources: got {num_sources}; expected {'at least 1' if packed else len(sources)}.")
+        problems.append(
+            f"num_sources: got {num_sources}; expected {'at least 1' if packed else len(sources)}."
+            " Count the sources, or leave it out."
+        )
     if problems:
         raise ValueError("\n".join(problems))
     width = first.shape[1] * (1 if packed else k)
@@ -412,7 +421,7 @@ def _validate(
     named = {"weight": weight, "norm_weight": norm_weight, "bias": bias, "weight_scale": weight_scale, "rows": rows}
     problems += devices_that_differ(first.device, named, "x")
     if norm not in get_args(Norm):
-        problems.append(f"norm: got {norm!r}; expected one of {', '.join(get_args(Norm))}.")
+        problems.append(f"norm: got {norm!r}; expected one of {', '.join(get_args(Norm))}. Name one of them.")
     elif norm == "none":
         if norm_weight is not None:
             problems.append('norm_weight: got a tensor with norm="none"; expected none. Name the norm it belongs to.')
@@ -420,9 +429,14 @@ def _validate(
         shape = (k, width // k) if norm == "per_source" else (width,)
         if norm_weight is None or tuple(norm_weight.shape) != shape:
             got = describe(norm_weight)
-            problems.append(f'norm_weight: got {got}; expected {list(shape)} for norm="{norm}".')
+            problems.append(
+                f'norm_weight: got {got}; expected {list(shape)} for norm="{norm}".'
+                " Pass the norm that the draft was trained with."
+            )
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:1]):
-        problems.append(f"bias: got {describe(bias)}; expected [E] for weight {describe(weight)}.")
+        problems.append(
+            f"bias: got {describe(bias)}; expected [E] for weight {describe(weight)}. Pass the bias of this weight."
+        )
     scaled = weight_scale is not None and (weight_scale.shape, weight_scale.dtype) == (weight.shape[:1], torch.float32)
     if weight.dtype == FP8 and not scaled:
         problems.append(
@@ -430,9 +444,14 @@ def _validate(
             " Quantise the weight with quantise_fc_weight."
         )
     if weight.dtype != FP8 and weight_scale is not None:
-        problems.append(f"weight_scale: got {describe(weight_scale)}; expected none for weight {describe(weight)}.")
+        problems.append(
+            f"weight_scale: got {describe(weight_scale)}; expected none for weight {describe(weight)}. Leave it out."
+        )
     if rows is not None and (rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64)):
-        problems.append(f"rows: got {describe(rows)}; expected a vector of int32 or int64 row numbers.")
+        problems.append(
+            f"rows: got {describe(rows)}; expected a vector of int32 or int64 row numbers."
+            " Pass the rows to compute, or leave it out."
+        )
     if problems:
         raise ValueError("\n".join(problems))
     return k

@@ -200,6 +200,7 @@ def _validate(
             problems.append(
                 f"tokens_or_embeds: got {describe(tokens_or_embeds)};"
                 f" expected [{rows}, {width}] embeddings, the shape of hidden."
+                " Embed the tokens of these rows."
             )
         if embed_weight is not None:
             problems.append("embed_weight: got a table beside embeddings; expected it with token ids only. Pass one.")
@@ -208,12 +209,18 @@ def _validate(
         if tuple(tokens_or_embeds.shape) != (rows,) or not is_ids:
             problems.append(
                 f"tokens_or_embeds: got {describe(tokens_or_embeds)}; expected [{rows}] int32 or int64 ids."
+                " Pass one token per row of hidden."
             )
         if embed_weight is None or embed_weight.dim() != 2 or embed_weight.shape[1] != width:
-            problems.append(f"embed_weight: got {describe(embed_weight)}; expected [V, {width}], the width of hidden.")
+            problems.append(
+                f"embed_weight: got {describe(embed_weight)}; expected [V, {width}], the width of hidden."
+                " Pass the embedding that the draft reads."
+            )
     for name, t in (("embed_norm_weight", embed_norm_weight), ("hidden_norm_weight", hidden_norm_weight)):
         if tuple(t.shape) != (width,):
-            problems.append(f"{name}: got {describe(t)}; expected [{width}], the width of hidden.")
+            problems.append(
+                f"{name}: got {describe(t)}; expected [{width}], the width of hidden. Pass the layer's own norm."
+            )
     named = {
         "tokens_or_embeds": tokens_or_embeds,
         "embed_weight": embed_weight,
@@ -222,6 +229,8 @@ def _validate(
     }
     problems += devices_that_differ(hidden.device, named, "hidden")
     if residual not in get_args(Residual):
-        problems.append(f"residual: got {residual!r}; expected one of {', '.join(get_args(Residual))}.")
+        problems.append(
+            f"residual: got {residual!r}; expected one of {', '.join(get_args(Residual))}. Name one of them."
+        )
     if problems:
         raise ValueError("\n".join(problems))

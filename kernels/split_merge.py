@@ -154,7 +154,7 @@ def _checked_plan(
     """Check every argument against the docstring of ``plan_splits`` and return the buffers to fill."""
     problems = _problems_of_indptr(kv_indptr)
     if target < 1:
-        problems.append(f"target: got {target}; expected at least 1 chunk.")
+        problems.append(f"target: got {target}; expected at least 1 chunk. Ask for as many as the device runs at once.")
     if min_chunk < TILE or min_chunk % TILE:
         problems.append(f"min_chunk: got {min_chunk} keys; expected a positive multiple of {TILE}. Round it up.")
     if problems:
@@ -189,9 +189,12 @@ def _checked_bits(
     """Check every argument against the docstring of ``pack_mask`` and return the buffer to fill."""
     problems = _problems_of_indptr(kv_indptr)
     if layout not in get_args(MaskLayout):
-        problems.append(f"layout: got {layout!r}; expected one of {', '.join(get_args(MaskLayout))}.")
+        problems.append(
+            f"layout: got {layout!r}; expected one of {', '.join(get_args(MaskLayout))}."
+            " Name the layout that SGLang builds."
+        )
     if num_draft < 1:
-        problems.append(f"num_draft: got {num_draft}; expected at least 1 draft token.")
+        problems.append(f"num_draft: got {num_draft}; expected at least 1 draft token. Pass the rows of a request.")
     if problems:
         raise ValueError("\n".join(problems))
     rows = (len(kv_indptr) - 1) * num_draft

@@ -116,10 +116,13 @@ def _validate(
     """Check every argument against the docstring of the public function."""
     problems: list[str] = []
     if q.dim() != 3 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not q.numel():
-        problems.append(f"q: got {describe(q)}; expected [T, HQ, D] in float16, bfloat16 or float32.")
+        problems.append(
+            f"q: got {describe(q)}; expected [T, HQ, D] in float16, bfloat16 or float32. Pass a row per draft token."
+        )
     if kv_indptr.dim() != 1 or kv_indptr.dtype != torch.int32 or len(kv_indptr) < 2 or kv_indptr.stride(0) != 1:
         problems.append(
             f"kv_indptr: got {describe(kv_indptr)}; expected a contiguous vector of B + 1 int32 offsets for B >= 1."
+            " Cut SGLang's buffer to the batch."
         )
     if problems:
         raise ValueError("\n".join(problems))
@@ -133,23 +136,35 @@ def _validate(
     if k_draft.dim() != 3 or k_draft.shape[0] != rows or k_draft.shape[2] != width or heads % max(k_draft.shape[1], 1):
         problems.append(
             f"k_draft: got {describe(k_draft)}; expected [{rows}, HKV, {width}] with HKV a divisor of {heads}."
+            " Pass a key per draft token."
         )
     kv_heads = k_draft.shape[1] if k_draft.dim() == 3 else 0
     if v_draft.dim() != 3 or tuple(v_draft.shape[:2]) != (rows, kv_heads):
-        problems.append(f"v_draft: got {describe(v_draft)}; expected [{rows}, {kv_heads}, DV], a row beside each key.")
+        problems.append(
+            f"v_draft: got {describe(v_draft)}; expected [{rows}, {kv_heads}, DV], a row beside each key."
+            " Pass the values of these keys."
+        )
     value_width = v_draft.shape[2] if v_draft.dim() == 3 else 0
     for name, pool, last in (("k_pool", k_pool, width), ("v_pool", v_pool, value_width)):
         if pool.dim() != 3 or tuple(pool.shape[1:]) != (kv_heads, last) or pool.dtype not in (q.dtype, *KV_DTYPES):
             dtype = str(q.dtype).removeprefix("torch.")
-            problems.append(f"{name}: got {describe(pool)}; expected [slots, {kv_heads}, {last}] in {dtype} or fp8.")
+            problems.append(
+                f"{name}: got {describe(pool)}; expected [slots, {kv_heads}, {last}] in {dtype} or fp8."
+                " Pass the layer's buffer of SGLang's pool."
+            )
     for name, t in (("k_draft", k_draft), ("v_draft", v_draft)):
         if t.dtype != q.dtype:
-            problems.append(f"{name}: got {describe(t)}; expected {q.dtype}, as q has.")
+            problems.append(f"{name}: got {describe(t)}; expected {q.dtype}, as q has. Convert it.")
     for name, t in (("q", q), ("k_draft", k_draft), ("v_draft", v_draft), ("k_pool", k_pool), ("v_pool", v_pool)):
         if t.dim() == 3 and t.stride(2) != 1:
-            problems.append(f"{name}: got a last axis of stride {t.stride(2)}; expected a contiguous one.")
+            problems.append(
+                f"{name}: got a last axis of stride {t.stride(2)}; expected a contiguous one. Call .contiguous() once."
+            )
     if kv_slots.dim() != 1 or kv_slots.dtype not in (torch.int32, torch.int64) or not kv_slots.is_contiguous():
-        problems.append(f"kv_slots: got {describe(kv_slots)}; expected a contiguous vector of int32 or int64 numbers.")
+        problems.append(
+            f"kv_slots: got {describe(kv_slots)}; expected a contiguous vector of int32 or int64 numbers."
+            " Pass the numbers of the keys' slots."
+        )
     words = -(-num_draft // WORD)
     if tuple(ancestors.shape) != (rows, words) or ancestors.dtype != torch.int64 or not ancestors.is_contiguous():
         problems.append(
@@ -161,27 +176,33 @@ def _validate(
             f"plan: got one for {len(plan.num_chunks)} requests; expected {requests}. Make it from this kv_indptr."
         )
     if page_size < 1 or page_size & (page_size - 1):
-        problems.append(f"page_size: got {page_size}; expected a power of two.")
+        problems.append(f"page_size: got {page_size}; expected a power of two. Pass SGLang's page size.")
     if page_indptr is None and page_size > 1:
         problems.append(
-            "page_indptr: got nothing; expected the offsets of the requests' pages, as page_size is above 1."
+            "page_indptr: got nothing; expected the offsets of the requests' pages, as page_size is above 1. Pass them."
         )
     if page_indptr is not None and (tuple(page_indptr.shape) != (requests + 1,) or page_indptr.dtype != torch.int32):
-        problems.append(f"page_indptr: got {describe(page_indptr)}; expected [{requests + 1}] int32.")
+        problems.append(
+            f"page_indptr: got {describe(page_indptr)}; expected [{requests + 1}] int32."
+            " Count the pages before each request."
+        )
     if window is not None and window < num_draft - 1:
         problems.append(
             f"window: got {window} for {num_draft} draft tokens; expected at least {num_draft - 1}."
             " Draft fewer tokens, or leave this layer to stock."
         )
     if logit_cap < 0:
-        problems.append(f"logit_cap: got {logit_cap}; expected 0 (none) or a positive number.")
+        problems.append(f"logit_cap: got {logit_cap}; expected 0 (none) or a positive number. Pass the target's.")
     if sinks is not None and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point()):
-        problems.append(f"sinks: got {describe(sinks)}; expected [{heads}], one logit per query head.")
+        problems.append(
+            f"sinks: got {describe(sinks)}; expected [{heads}], one logit per query head. Pass the layer's own."
+        )
     if out is not None and (
         tuple(out.shape) != (rows, heads, value_width) or out.dtype != q.dtype or out.stride(2) != 1
     ):
         problems.append(
             f"out: got {describe(out)}; expected [{rows}, {heads}, {value_width}] in q's dtype, last axis contiguous."
+            " Allocate it for these rows, or leave it out."
         )
     named = {
         "k_draft": k_draft, "v_draft": v_draft, "k_pool": k_pool, "v_pool": v_pool, "kv_indptr": kv_indptr,

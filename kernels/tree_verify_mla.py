@@ -107,9 +107,15 @@ def _validate(
     """Check every argument against the docstring of the public function."""
     problems: list[str] = []
     if q.dim() != 3 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not q.numel():
-        problems.append(f"q: got {describe(q)}; expected [T, HQ, C + R] in float16, bfloat16 or float32.")
+        problems.append(
+            f"q: got {describe(q)}; expected [T, HQ, C + R] in float16, bfloat16 or float32."
+            " Pass a row per draft token."
+        )
     if kv_indptr.dim() != 1 or kv_indptr.dtype != torch.int32 or len(kv_indptr) < 2:
-        problems.append(f"kv_indptr: got {describe(kv_indptr)}; expected a vector of B + 1 int32 offsets for B >= 1.")
+        problems.append(
+            f"kv_indptr: got {describe(kv_indptr)}; expected a vector of B + 1 int32 offsets for B >= 1."
+            " Cut SGLang's buffer to the batch."
+        )
     if problems:
         raise ValueError("\n".join(problems))
     (rows, heads, width), requests = q.shape, len(kv_indptr) - 1
@@ -128,7 +134,10 @@ def _validate(
             break
     dtype = str(q.dtype).removeprefix("torch.")
     if tuple(latent_draft.shape) != (rows, width) or latent_draft.dtype != q.dtype:
-        problems.append(f"latent_draft: got {describe(latent_draft)}; expected [{rows}, {width}] in {dtype}, as q has.")
+        problems.append(
+            f"latent_draft: got {describe(latent_draft)}; expected [{rows}, {width}] in {dtype}, as q has."
+            " Pass the latent and the rotated key of each draft token."
+        )
     if latent_pool.dim() != 2 or latent_pool.shape[1] != width or latent_pool.dtype not in (q.dtype, *KV_DTYPES):
         problems.append(
             f"latent_pool: got {describe(latent_pool)}; expected [slots, {width}] in {dtype} or fp8."
@@ -140,7 +149,10 @@ def _validate(
         whole=("kv_slots", "ancestors", "kv_indptr", "out"),
     )
     if kv_slots.dim() != 1 or kv_slots.dtype not in (torch.int32, torch.int64):
-        problems.append(f"kv_slots: got {describe(kv_slots)}; expected a vector of int32 or int64 numbers.")
+        problems.append(
+            f"kv_slots: got {describe(kv_slots)}; expected a vector of int32 or int64 numbers."
+            " Pass the numbers of the keys' slots."
+        )
     words = -(-num_draft // WORD)
     if tuple(ancestors.shape) != (rows, words) or ancestors.dtype != torch.int64:
         problems.append(
@@ -152,13 +164,17 @@ def _validate(
             f"plan: got one for {len(plan.num_chunks)} requests; expected {requests}. Make it from this kv_indptr."
         )
     if page_size < 1 or page_size & (page_size - 1):
-        problems.append(f"page_size: got {page_size}; expected a power of two.")
+        problems.append(f"page_size: got {page_size}; expected a power of two. Pass SGLang's page size.")
     if page_size > 1 and page_indptr is None:
         problems.append(
             "page_indptr: got nothing; expected the offsets of the requests' pages, as a page has several tokens."
+            " Pass them."
         )
     if page_indptr is not None and (tuple(page_indptr.shape) != (requests + 1,) or page_indptr.dtype != torch.int32):
-        problems.append(f"page_indptr: got {describe(page_indptr)}; expected [{requests + 1}] int32.")
+        problems.append(
+            f"page_indptr: got {describe(page_indptr)}; expected [{requests + 1}] int32."
+            " Count the pages before each request."
+        )
     problems += buffer_that_differs(out, (rows, heads, latent_width), q, "out")
     named = {"latent_draft": latent_draft, "latent_pool": latent_pool, "kv_indptr": kv_indptr, "kv_slots": kv_slots}
     named |= {"ancestors": ancestors, "plan": plan.slot_request}
