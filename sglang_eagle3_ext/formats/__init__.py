@@ -8,7 +8,7 @@
 ``reading``     a checkpoint while it is read: the dialect's keys, the home of each tensor
 ``keys``        a JSON object's keys read into a struct, every wrong one reported
 ``layout``      what all dialects share: agreement between config, ``eagle3_ext`` and tensors; its parts
-                are ``fc``, ``attention``, ``rope`` and ``vocab``
+                are ``fc``, ``attention``, ``rope`` with its ``rope_kinds``, and ``vocab``
 ``traces``      what only one trainer writes
 ``values``      a stream over the values
 """

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from sglang_eagle3_ext.formats.eagle3_ext import PRODUCERS, Producer
 from sglang_eagle3_ext.formats.keys import shown, spell
-from sglang_eagle3_ext.formats.reading import LONGEST, LatentConfig, Reading
+from sglang_eagle3_ext.formats.reading import LatentConfig, Reading
+from sglang_eagle3_ext.formats.rope_kinds import (
+    ALIASES,
+    BESIDE,
+    FACTOR,
+    FACTORS,
+    FALSE,
+    KINDS,
+    LATENT_KINDS,
+    NEEDS,
+    NOT_STOCKS,
+    ORDERED,
+    SHARE,
+    STOCKS_OWN,
+    STRETCH,
+    THETA,
+    TRUE,
+    WEIGHT,
+    Value,
+    is_count,
+    is_list,
+)
 from sglang_eagle3_ext.spec import Attention, Rope, Severity
 
 _BASE = 10000.0
@@ -19,132 +40,6 @@ _BASE = 10000.0
 
 _LENGTH_KEY = "original_max_position_embeddings"
 _SETTLE_THETA = '"eagle3_ext": {"rope_theta": ...}.'
-
-
-class _Value(NamedTuple):
-    """What a key of a scaling object may hold.
-
-    Attributes:
-        expected: in words; ``{pairs}`` stands for the number of pairs that are rotated.
-        accepts: says so of a value, given the number of pairs, ``None`` where that is unknown.
-    """
-
-    expected: str
-    accepts: Callable[[Any, int | None], bool]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_MOST = 1e6
-"""What a factor or weight is at most, and one over it at least; beyond, powers and logarithms of it overflow."""
-
-
-def _is_list(value: object, accepts: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(accepts, value))
-
-
-def _is_factor(value: Any) -> bool:
-    return _is_number(value) and 1 / _MOST <= value <= _MOST
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LONGEST
-
-
-# A table of positions that is longer than this many times the trained one fits into no memory.
-_STRETCH = _Value("a number from 1 to 1048576", lambda v, _: _is_number(v) and 1 <= v <= 2**20)
-_FACTOR = _Value(f"a number above 0, from {1 / _MOST:g} to {_MOST:g}", lambda v, _: _is_factor(v))
-_WEIGHT = _Value(f"a number of at least 0, up to {_MOST:g}", lambda v, _: _is_number(v) and 0 <= v <= _MOST)
-_LENGTH = _Value(f"an integer from 2 to {LONGEST}", lambda v, _: _is_count(v, 2))
-_FLAG = _Value("true or false", lambda v, _: isinstance(v, bool))
-_TRUE = _Value("true or nothing, since nothing here computes the other one", lambda v, _: v is True)
-_FALSE = _Value("false or nothing, since nothing here computes the other one", lambda v, _: v is False)
-_NOTHING = _Value("nothing, since nothing here computes it with latent attention", lambda v, _: False)
-_FACTORS = _Value(
-    "{pairs} numbers above 0, one for each rotated pair",
-    lambda v, n: _is_list(v, _is_factor) and n in (None, len(v)),
-)
-_SECTIONS = _Value(
-    "three positive integers with the sum {pairs}, the number of rotated pairs",
-    lambda v, n: _is_list(v, _is_count) and len(v) == 3 and n in (None, sum(v)),
-)
-
-# With a base of one every pair turns alike, and yarn divides by its logarithm.
-_THETA = _Value("a number above 1", lambda v, _: _is_number(v) and 1 < v <= sys.float_info.max)
-_SHARE = _Value("a share of the head, above 0 and at most 1", lambda v, _: _is_number(v) and 0 < v <= 1)
-
-_MROPE = {"mrope_section": _SECTIONS, "mrope_interleaved": _FLAG, "mrope_interleaved_glm": _FLAG, "video_rope": _FALSE}
-_YARN = {
-    "factor": _STRETCH,
-    "original_max_position_embeddings": _LENGTH,
-    "beta_fast": _FACTOR,
-    "beta_slow": _FACTOR,
-    "mscale": _WEIGHT,
-    "mscale_all_dim": _WEIGHT,
-}
-
-_KINDS: dict[str, dict[str, _Value]] = {
-    "default": _MROPE | {"use_fope": _FALSE},
-    "linear": {"factor": _STRETCH},
-    "dynamic": {"factor": _STRETCH, "alpha": _FACTOR},
-    "yarn": _YARN | _MROPE | {"attention_factor": _FACTOR, "truncate": _FLAG},
-    "llama3": {
-        "factor": _STRETCH,
-        "low_freq_factor": _FACTOR,
-        "high_freq_factor": _FACTOR,
-        "original_max_position_embeddings": _LENGTH,
-    },
-    "longrope": {
-        "short_factor": _FACTORS,
-        "long_factor": _FACTORS,
-        "factor": _STRETCH,
-        "attention_factor": _FACTOR,
-        "original_max_position_embeddings": _LENGTH,
-    },
-}
-"""Kinds of scaling that are served, and their keys. Whatever else stands in the object is reported as unread."""
-
-_LATENT_YARN = _YARN | {
-    "mrope_section": _NOTHING,
-    "attention_factor": _NOTHING,
-    "truncate": _TRUE,
-    "apply_yarn_scaling": _TRUE,
-    "apply_scale": _TRUE,
-}
-_LATENT_KINDS: dict[str, dict[str, _Value]] = {
-    "default": {"mrope_section": _NOTHING},
-    "yarn": _LATENT_YARN,
-    "deepseek_yarn": _LATENT_YARN,
-}
-"""The same for latent attention: SGLang takes every other kind for yarn."""
-
-_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "deepseek_yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor"),
-    "mrope": ("mrope_section",),
-}
-"""Keys without which a kind says nothing."""
-
-_BESIDE = {"rope_theta", "partial_rotary_factor"}
-"""Keys that may stand in a scaling object and are no part of it."""
-
-_ALIASES = {"mrope": "default", "deepseek_yarn": "yarn"}
-"""Kinds that turn as another one does."""
-
-_ORDERED = (("low_freq_factor", "high_freq_factor", 1.0, 4.0), ("beta_slow", "beta_fast", 1.0, 32.0))
-"""Keys of which the first may not be above the second, and what they are without the key."""
-
-_NOT_STOCKS = {"yarn": ("attention_factor",), "longrope": ("attention_factor", "factor")}
-"""Keys of a kind that stock does not read."""
-
-_STOCKS_OWN = ("attn_factor", "extrapolation_factor", "short_mscale", "long_mscale")
-"""Keys that stock reads and no trainer does."""
 
 
 def read_rope(r: Reading, attention: Attention, max_positions: int) -> Rope:
@@ -168,7 +63,7 @@ class _RopeReader:
         self.r = r
         self.place = r.dialect.layer_place
         self.latent = r.dialect.latent
-        self.kinds = _KINDS if self.latent is None else _LATENT_KINDS
+        self.kinds = KINDS if self.latent is None else LATENT_KINDS
         self.max_positions = max_positions
         self.head_dim = attention.head_dim if attention.latent is None else attention.latent.qk_rope_head_dim
         self.pairs = None if r.is_partial else self.head_dim // 2
@@ -193,7 +88,7 @@ class _RopeReader:
             (r.folder.own_place("rope_theta"), r.ext.rope_theta),
             (f"{self.own_place}.rope_theta", self.own.get("rope_theta")),
         ]
-        if thetas := list(self._numbers("rope_theta", said, _THETA, "Remove one of the two.")):
+        if thetas := list(self._numbers("rope_theta", said, THETA, "Remove one of the two.")):
             theta = thetas[0]
             r.origins["rope_theta"] = declared.origins.get("rope_theta") or declared.origins["rope_scaling"]
         if self.is_settled and scaling is not None and scaling["rope_type"] == "dynamic":
@@ -246,7 +141,7 @@ class _RopeReader:
         said = [(f"{place}.rope_theta", value.get("rope_theta")) for place, value in objects.items()]
         said.insert(1, (f"{self.place}rope_theta", layer.rope_theta))
         advice = None if self.is_theta_settled else f"Settle it with {_SETTLE_THETA}"
-        thetas = list(self._numbers("rope_theta", said, _THETA, advice))
+        thetas = list(self._numbers("rope_theta", said, THETA, advice))
         theta = thetas[0] if thetas else r.default("rope_theta", None)
         r.origins["rope_theta"] = "config" if thetas else "default"
         scaling = scalings[0] if scalings else None
@@ -254,7 +149,7 @@ class _RopeReader:
         return Rope(float(theta), scaling, partial)
 
     def _numbers(
-        self, key: str, said: Iterable[tuple[str, object]], rule: _Value, advice: str | None
+        self, key: str, said: Iterable[tuple[str, object]], rule: Value, advice: str | None
     ) -> dict[float, str]:
         """Check the numbers that stand at these places, stock's choice first; with advice, they have to agree.
 
@@ -286,7 +181,7 @@ class _RopeReader:
     def _flat(self, place: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
         """Refuse an object per layer type, and go on with what stands beside them."""
         known = {key for keys in self.kinds.values() for key in keys}
-        known |= {"rope_type", "type", *_BESIDE}
+        known |= {"rope_type", "type", *BESIDE}
         nested = [key for key, inner in value.items() if isinstance(inner, Mapping) and key not in known]
         if nested and self.is_settled:
             self._differ("stock reads the config's scaling as it stands, which eagle3_ext replaces")
@@ -308,8 +203,8 @@ class _RopeReader:
             *((f"{place}.{key}", value.get(key)) for place, value in objects.items()),
         ]
         advice = "Remove what training did not use."
-        own = self._numbers(key, [(f"{self.own_place}.{key}", self.own.get(key))], _SHARE, advice)
-        stored = self._numbers(key, said, _SHARE, None if own else advice)
+        own = self._numbers(key, [(f"{self.own_place}.{key}", self.own.get(key))], SHARE, advice)
+        stored = self._numbers(key, said, SHARE, None if own else advice)
         share, place = next(iter((own or stored or {1.0: f"{self.place}{key}"}).items()))
         if share != (1.0 if stocks is None else stocks):
             part = "whole heads" if stocks is None else f"{stocks:g} of a head"
@@ -339,7 +234,7 @@ class _RopeReader:
         said = {key: value for key, value in stored.items() if value is not None}
         named = [said.pop(key) for key in ("rope_type", "type") if key in said]
         kind = named[0] if named else "default"
-        if len({spell(_ALIASES.get(str(name), name)) for name in named}) > 1 and not self.is_settled:
+        if len({spell(ALIASES.get(str(name), name)) for name in named}) > 1 and not self.is_settled:
             r.folder.add(
                 "warning",
                 "rope_clash",
@@ -376,10 +271,10 @@ class _RopeReader:
                 )
         if kind == "default" and place != self.own_place:
             self._leave_out_sections(said, place)
-        absent = [key for key in _NEEDS.get(kind, ()) if key not in said]
+        absent = [key for key in NEEDS.get(kind, ()) if key not in said]
         wrong = {key for key, rule in keys.items() if key in said and not rule.accepts(said[key], self.pairs)}
         # Null is false to who asks for the key, and not for its absence.
-        wrong |= {key for key, rule in keys.items() if rule is _TRUE and stored.get(key, True) is None}
+        wrong |= {key for key, rule in keys.items() if rule is TRUE and stored.get(key, True) is None}
         if self._is_set_aside(place) and (
             absent or wrong or self._disorder({key: said[key] for key in said if key in keys})
         ):
@@ -396,14 +291,14 @@ class _RopeReader:
             self._refuse(places[key], said.get(key), keys[key].expected.format(pairs=self.pairs or "N"))
         scaling: dict[str, Any] = {"rope_type": base}
         scaling |= {key: _computed(said[key], rule) for key, rule in keys.items() if key in said and key not in wrong}
-        scaling = {key: value for key, value in scaling.items() if keys.get(key) not in (_TRUE, _FALSE)}
+        scaling = {key: value for key, value in scaling.items() if keys.get(key) not in (TRUE, FALSE)}
         if base == "linear" and isinstance(said.get("factor"), int) and place != self.own_place:
             self._differ("stock stops at a linear factor that is written as a whole number")
         if base == "yarn" and self.latent is None and ("mscale" in scaling) != ("mscale_all_dim" in scaling):
             # Read only together, by stock and by transformers.
             keys = {key: rule for key, rule in keys.items() if key not in ("mscale", "mscale_all_dim")}
             scaling = {key: value for key, value in scaling.items() if key == "rope_type" or key in keys}
-        self._report_unread(place, kind, sorted(set(said) - set(keys) - _BESIDE))
+        self._report_unread(place, kind, sorted(set(said) - set(keys) - BESIDE))
         if absent or wrong:
             return None
         if disorder := self._disorder(scaling):
@@ -412,7 +307,7 @@ class _RopeReader:
             return None
         if base == "default" and "mrope_section" not in scaling:
             return None
-        lost = [key for key in _NOT_STOCKS.get(base, ()) if key in scaling]
+        lost = [key for key in NOT_STOCKS.get(base, ()) if key in scaling]
         lost += ["yarn beside mrope_section"] if base == "yarn" and "mrope_section" in scaling else []
         if lost:
             self._differ(f"stock does not read {', '.join(lost)} of the rotary embedding")
@@ -423,7 +318,7 @@ class _RopeReader:
     @staticmethod
     def _disorder(scaling: Mapping[str, Any]) -> tuple[str, float, str, float] | None:
         """Find a pair of keys that bound a range, the lower one above the upper one."""
-        for low, high, least, most in _ORDERED:
+        for low, high, least, most in ORDERED:
             bounds = scaling.get(low, least), scaling.get(high, most)
             if (low in scaling or high in scaling) and bounds[0] > bounds[1]:
                 return low, bounds[0], high, bounds[1]
@@ -432,7 +327,7 @@ class _RopeReader:
     def _leave_out_sections(self, said: dict[str, Any], place: str) -> None:
         """Take the plain rotation where sections that were made for another head stand beside kind ``default``."""
         sections = said.get("mrope_section")
-        is_other = _is_list(sections, _is_count) and len(sections) == 3 and sum(sections) != self.pairs  # type: ignore[arg-type]
+        is_other = is_list(sections, is_count) and len(sections) == 3 and sum(sections) != self.pairs  # type: ignore[arg-type]
         if self.pairs is None or self.latent is not None or not is_other:
             return
         del said["mrope_section"]
@@ -456,7 +351,7 @@ class _RopeReader:
             f"got {shown(unread, 12)}, which nothing reads with rope_type {kind!r}; expected keys of this kind. Check "
             "that none of them changes what the draft computes.",
         )
-        if stocks := [key for key in unread if key in _STOCKS_OWN]:
+        if stocks := [key for key in unread if key in STOCKS_OWN]:
             self._differ(f"stock reads {', '.join(stocks)} of the rotary embedding, which no trainer does")
 
     # ---- what was trained ------------------------------------------------------------------------------------
@@ -651,7 +546,7 @@ class _RopeReader:
 
 def _scaling_keys(value: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what stands in a scaling object and scales nothing."""
-    return {key: inner for key, inner in value.items() if key not in _BESIDE}
+    return {key: inner for key, inner in value.items() if key not in BESIDE}
 
 
 def _stocks_stretch(scaling: Mapping[str, Any]) -> float:
@@ -660,8 +555,8 @@ def _stocks_stretch(scaling: Mapping[str, Any]) -> float:
     return float(scaling.get("alpha", factor * factor - (factor - 1)))
 
 
-def _computed(value: Any, rule: _Value) -> Any:
+def _computed(value: Any, rule: Value) -> Any:
     """Return numbers as the floats that are computed with, since SGLang takes some whole ones for another kind."""
-    if rule in (_STRETCH, _FACTOR, _WEIGHT):
+    if rule in (STRETCH, FACTOR, WEIGHT):
         return float(value)
-    return [float(part) for part in value] if rule is _FACTORS else value
+    return [float(part) for part in value] if rule is FACTORS else value

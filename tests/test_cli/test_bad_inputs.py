@@ -150,7 +150,8 @@ def test_a_wrong_key_hides_neither_values_nor_the_target(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [("inspect",), ("configure", "--set", "strict=true", "--print"), ("export", "--for", "stock", "--out", "x")]
+    "command",
+    [("inspect",), ("configure", "--set", "strict=true", "--print"), ("export", "--for", "stock", "--out", "x")],
 )
 def test_a_broken_target_hides_no_error_of_the_draft(tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)

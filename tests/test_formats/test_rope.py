@@ -13,7 +13,7 @@ import pytest
 from checkpoints import DELETE, write_draft, write_target
 
 from sglang_eagle3_ext import assembly, formats
-from sglang_eagle3_ext.formats import rope
+from sglang_eagle3_ext.formats import rope_kinds
 from sglang_eagle3_ext.spec import DraftSpec
 
 IDS = {"eagle_config.eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
@@ -87,7 +87,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_cases_are_all_kinds_and_keys():
     off = {"use_fope", "video_rope", "mrope_interleaved_glm"}
-    for kind, keys in rope._KINDS.items():
+    for kind, keys in rope_kinds.KINDS.items():
         mine = GOOD["mrope" if kind == "default" else kind].keys()
         assert set(keys) - off - (GOOD["mrope"].keys() if kind == "yarn" else set()) == mine, kind
 
@@ -96,10 +96,10 @@ def test_the_kinds_and_their_keys_are_documented():
     text = (Path(__file__).parents[2] / "docs/formats.md").read_text()
     section = text.split("\n## Kinds of rope scaling\n", 1)[1].split("\n#", 1)[0]
     table = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
-    off = (rope._FALSE, rope._TRUE)
-    kinds = rope._KINDS | {"mrope": rope._MROPE}
+    off = (rope_kinds.FALSE, rope_kinds.TRUE)
+    kinds = rope_kinds.KINDS | {"mrope": rope_kinds.MROPE}
     expected = {
-        kind: (set(rope._NEEDS.get(kind, ())), {key for key, rule in keys.items() if rule not in off})
+        kind: (set(rope_kinds.NEEDS.get(kind, ())), {key for key, rule in keys.items() if rule not in off})
         for kind, keys in kinds.items()
     }
     names = {row[0].strip(" `"): [set(re.findall(r"`(\w+)`", cell)) for cell in row[1:3]] for row in table}
@@ -131,7 +131,7 @@ def test_a_value_that_nothing_computes_with_is_an_error(tmp_path, target, kind, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [(kind, key) for kind, keys in rope._NEEDS.items() if kind in GOOD for key in keys]
+    ("kind", "key"), [(kind, key) for kind, keys in rope_kinds.NEEDS.items() if kind in GOOD for key in keys]
 )
 @pytest.mark.parametrize("absent", [DELETE, None], ids=["deleted", "null"])
 def test_a_kind_without_a_key_it_needs_is_an_error(tmp_path, kind, key, absent):
