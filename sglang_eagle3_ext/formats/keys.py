@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,7 @@ def read_keys(value: Mapping[str, Any], kind: type[msgspec.Struct]) -> tuple[dic
     """
     read: dict[str, Any] = {}
     wrong: list[WrongKey] = []
-    struct: Any = types.type_info(kind)
-    annotations = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    struct, annotations = _described(kind)
     for field in struct.fields:
         key = field.encode_name
         if key not in value:
@@ -61,6 +61,12 @@ def read_keys(value: Mapping[str, Any], kind: type[msgspec.Struct]) -> tuple[dic
             WrongKey(str(key), f"unknown key; expected one of {known}") for key in value if key not in annotations
         )
     return read, wrong
+
+
+@functools.cache
+def _described(kind: type[msgspec.Struct]) -> tuple[Any, dict[str, Any]]:
+    """Describe a struct and name the types of its keys, which takes longer than reading them."""
+    return types.type_info(kind), {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
 
 
 def spell(value: object) -> str:

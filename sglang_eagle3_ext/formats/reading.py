@@ -162,9 +162,10 @@ def convert(folder: Folder, value: Mapping[str, Any], kind: type[T], place: str)
     read, wrong = read_keys(value, kind)
     for key, text in wrong:
         folder.add("error", "config_type", f"{place}{key}", f"{text}. Correct the value.")
-    if not {field.encode_name for field in msgspec.structs.fields(kind) if field.required} <= read.keys():
-        raise CheckpointError.from_findings(folder.findings)
-    return kind(**read)
+    try:
+        return kind(**read)
+    except TypeError:  # without a default for what is wrong or missing
+        raise CheckpointError.from_findings(folder.findings) from None
 
 
 # fmt: off
