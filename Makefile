@@ -38,7 +38,8 @@ target: $(DEMO_READY)
 
 # Without a host first: it is quick and says most.
 test: $(TEST_READY) target
-	$(PY) -m pytest -n auto --maxprocesses 4 -m "not (host or e2e or soak)" --ignore tests/test_kernels
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not (host or e2e or soak)" \
+		--ignore tests/test_kernels
 	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "not (host or soak)" tests/test_kernels
 	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "host and not (e2e or soak)"
 	$(PY) -m pytest -n auto --maxprocesses 2 --dist loadfile -m "e2e and not soak"
