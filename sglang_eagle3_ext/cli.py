@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (CheckpointError, UnsupportedError) as error:
-        lines = "\n".join(map(printable, str(error).splitlines()))
+        lines = "\n".join(map(printable, str(error).split("\n")))
         print(f"sglang-eagle3: {lines}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -181,18 +181,21 @@ def _inspect(args: argparse.Namespace) -> int:
         unread += assembly.findings_of_remains(draft_error, target)
         if args.weights and draft_error.spec is not None:
             unread += formats.check_values(draft_error.spec, progress=_progress)
-    if unread and not args.json:
-        raise CheckpointError.from_findings([*(() if spec is None else spec.findings), *unread])
     findings: tuple[Finding, ...] = tuple(unread)
     if spec is not None and target is not None:
         plan = assembly.plan(spec, target)
         findings = plan.findings
     elif spec is not None:
-        findings = (*(assembly.findings_without_target(spec) if args.target is None else spec.findings), *unread)
+        known = assembly.findings_without_target(spec)
+        if args.target is not None:  # which may have said what stock's default is
+            known = tuple(f for f in known if f.code != "no_sources_declared")
+        findings = (*known, *unread)
     if args.weights and spec is not None:
         findings += formats.check_values(
             spec, args.target if plan else None, target_revision=args.target_revision, progress=_progress
         )
+    if unread and not args.json:
+        raise CheckpointError.from_findings(findings)
     if args.json:
         print(json.dumps(_as_json(spec, plan, findings), indent=2, allow_nan=False))
     elif spec is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ def read_draft(
     if folder.unreadable:
         _check_keys(folder)
         raise CheckpointError.from_findings([*folder.findings, *folder.unreadable])
-    answers = {name: claim(folder) for name, claim in READERS.items()}
+    # Each with findings of its own, since only those of one dialect are kept.
+    answers = {name: claim(replace(folder, findings=[*folder.findings])) for name, claim in READERS.items()}
     claimed = {name: answer for name, answer in answers.items() if isinstance(answer, DraftSpec)}
     if not claimed:
         _check_types(folder)
@@ -121,6 +123,7 @@ def read_draft(
     elif producer in traces:
         traces = {}
     if len({*claimed, *traces}) > 1:
+        folder.findings = [*dict.fromkeys(f for spec in claimed.values() for f in spec.findings)]
         others = "".join(f", and {trace}" for name, trace in traces.items() if name not in claimed)
         folder.add(
             "error",

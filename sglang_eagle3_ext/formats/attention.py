@@ -172,6 +172,8 @@ def _read_grouped_query(r: Reading, hidden_size: int, num_layers: int) -> Attent
 def _sliding_window(r: Reading, num_layers: int) -> int | None:
     """Settle whether the draft's attention is windowed; a bare number does not say so."""
     layer, place = r.layer, f"{r.dialect.layer_place}sliding_window"
+    if r.folder.unreadable:
+        return None  # The weights tell some trainers, who copy these keys from the target.
     given = (layer.layer_types or [])[:num_layers]
     kinds = set(given)
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):

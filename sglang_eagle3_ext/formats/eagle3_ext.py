@@ -85,7 +85,9 @@ class Producer(NamedTuple):
             whether the head reads through the final norm, and the state before it is recycled.
         reads_rope_theta: whether training turned the rotary embedding as ``rope_theta`` says; otherwise with
             base 10000, unless the scaling is a multimodal one.
-        theta_unclear: kinds of scaling under which versions of the trainer are known to turn with base 10000 instead.
+        theta_unclear: kinds of scaling, or none, under which versions of the trainer are known to turn with base
+            10000 instead.
+        scalings: the kinds of scaling that its training code has beside none; empty where it has all.
         table_beyond: positions beyond ``max_position_embeddings`` in the table of rotations that training builds, and
             with them the length from which it stretches the base of a dynamic scaling, at all positions.
         reads_mscale: whether training of an MLA draft also scaled rotation and softmax as yarn's ``mscale`` and
@@ -97,6 +99,7 @@ class Producer(NamedTuple):
     norm_output_recycles: bool = True
     reads_rope_theta: bool = True
     theta_unclear: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ()
     table_beyond: int = 0
     reads_mscale: bool = True
 
@@ -104,9 +107,15 @@ class Producer(NamedTuple):
 PRODUCERS: dict[str, Producer] = {
     "angelslim": Producer("output", "as_listed", reads_rope_theta=False),
     "automodel": Producer("output", "as_listed", reads_mscale=False),
-    "eagle": Producer("boundary", "ascending", reads_rope_theta=False),
+    "eagle": Producer("boundary", "ascending", reads_rope_theta=False, scalings=("linear", "dynamic")),
     "modelopt": Producer("output", "ascending"),
-    "specforge": Producer("output", "ascending", norm_output_recycles=False, table_beyond=20),
+    "specforge": Producer(
+        "output",
+        "ascending",
+        norm_output_recycles=False,
+        theta_unclear=("none", "linear", "dynamic", "llama3"),
+        table_beyond=20,
+    ),
     "speculators": Producer("boundary", "ascending"),
     "torchspec": Producer("output", "as_listed", theta_unclear=("linear", "dynamic", "yarn", "mrope"), table_beyond=20),
 }

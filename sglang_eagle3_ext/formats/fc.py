@@ -105,6 +105,12 @@ def read_fc(r: Reading, hidden_size: int, sources: tuple[Source, ...] | None) ->
         return count, width, count * width
     fc_in = shape[1]
     r.origins["num_sources"] = "weights"
+    if d.target_hidden_size is None and r.folder.is_reported("config.json:target_hidden_size"):
+        count = expected or 3
+        if fc_in % count == 0:
+            # What the key says is wrong and reported; the file says it, too.
+            r.origins["target_hidden_size"] = "weights"
+            return count, fc_in // count, fc_in
     if fc_in % width:
         if d.target_hidden_size is None and expected and fc_in % expected == 0:
             # The width of the target is nowhere else in the checkpoint; the plan compares it with the target.

@@ -62,6 +62,8 @@ class _RopeReader:
     def __init__(self, r: Reading, attention: Attention, max_positions: int) -> None:
         self.r = r
         self.place = r.dialect.layer_place
+        self.theta_place, self.scaling_place = f"{self.place}rope_theta", f"{self.place}rope_scaling"
+        """Where the base and the scaling that are taken stand."""
         self.latent = r.dialect.latent
         self.kinds = KINDS if self.latent is None else LATENT_KINDS
         self.max_positions = max_positions
@@ -141,8 +143,11 @@ class _RopeReader:
         said = [(f"{place}.rope_theta", value.get("rope_theta")) for place, value in objects.items()]
         said.insert(1, (f"{self.place}rope_theta", layer.rope_theta))
         advice = None if self.is_theta_settled else f"Settle it with {_SETTLE_THETA}"
-        thetas = list(self._numbers("rope_theta", said, THETA, advice))
+        found = self._numbers("rope_theta", said, THETA, advice)
+        thetas = list(found)
         theta = thetas[0] if thetas else r.default("rope_theta", None)
+        self.theta_place = found.get(theta, self.theta_place)
+        self.scaling_place = next(iter(objects), self.scaling_place)
         r.origins["rope_theta"] = "config" if thetas else "default"
         scaling = scalings[0] if scalings else None
         r.origins["rope_scaling"] = "config" if scaling is not None else "default"
@@ -234,13 +239,14 @@ class _RopeReader:
         said = {key: value for key, value in stored.items() if value is not None}
         named = [said.pop(key) for key in ("rope_type", "type") if key in said]
         kind = named[0] if named else "default"
-        if len({spell(ALIASES.get(str(name), name)) for name in named}) > 1 and not self.is_settled:
+        if len({spell(ALIASES.get(str(name), name)) for name in named}) > 1 and not self._is_set_aside(place):
+            settle = 'Settle it with "eagle3_ext": {"rope_scaling": ...}.'
             r.folder.add(
                 "warning",
                 "rope_clash",
                 f"{place}.type",
                 f"got {spell(named[1])} beside rope_type {spell(kind)}; expected both to agree. rope_type was taken, "
-                'as stock does. Settle it with "eagle3_ext": {"rope_scaling": ...}.',
+                f"as stock does. {'Remove one of the two.' if place == self.own_place else settle}",
             )
         base = "default" if kind == "mrope" and self.latent is None else kind
         if not isinstance(kind, str) or base not in self.kinds:
@@ -365,8 +371,13 @@ class _RopeReader:
         rope = stored if self.is_settled else self._undo_dynamic(stored, producer, str(name), severity)
         if producer is not None and self.latent is None:
             self._note_unclear_theta(stored, rope, producer, str(name))
+        kind = _kind(stored)
         if producer is None and r.dialect.architecture == "LlamaForCausalLM":
-            self._note_eagles_theta(stored)
+            self._note_eagles_theta(stored, kind)
+        if producer is not None and producer.scalings and kind not in ("none", *producer.scalings):
+            if not self.is_settled:
+                self._note_unknown_kind(kind, str(name), producer)
+            return rope
         if producer is None or "mrope_section" in (rope.scaling or {}):
             return rope
         if not producer.reads_mscale and self.latent is not None:
@@ -378,7 +389,7 @@ class _RopeReader:
             r.folder.add(
                 severity,
                 "rope_not_as_written",
-                f"{self.place}rope_theta",
+                self.theta_place,
                 f"got {stored.theta:g}, which {name} does not read in training; {_BASE:g} was taken. If this draft was "
                 f"trained otherwise, set {_SETTLE_THETA}",
             )
@@ -402,6 +413,9 @@ class _RopeReader:
         stretched = self._stretched(rope.theta, 1.0 + scaling["factor"] * beyond / length)
         stocks = self._stretched(rope.theta, _stocks_stretch(scaling))
         everywhere = f'stretched everywhere, as stock has it, set "eagle3_ext": {{"rope_theta": {stocks:.9g}}}.'
+        beyond_reading = (
+            f" No reading is known beyond {length} positions: serve with --context-length {length} to rule them out."
+        )
         if self.is_theta_settled:
             what = "in the place of which eagle3_ext has the base that it comes to."
         elif producer is None:
@@ -416,13 +430,12 @@ class _RopeReader:
             what = (
                 f"which {name} applies to the {length + beyond} positions of its table; theta {stretched:.9g} and no "
                 f'scaling were taken. If this draft was trained with the base as written, set "eagle3_ext": '
-                f'{{"rope_theta": {rope.theta:g}}}; with one {everywhere}'
+                f'{{"rope_theta": {rope.theta:.9g}}}; with one {everywhere}'
             )
         else:
-            what = (
-                "which scales nothing up to max_position_embeddings in training; none was taken. If this draft was "
-                f"trained with a base that is {everywhere}"
-            )
+            what = "which scales nothing up to max_position_embeddings in training; none was taken."
+            if stocks != rope.theta:
+                what += f" If this draft was trained with a base that is {everywhere}"
         origin = r.folder.declared.origins.get("producer", "default")
         r.origins["rope_scaling"] = origin
         if producer is not None and beyond:
@@ -430,20 +443,21 @@ class _RopeReader:
         r.folder.add(
             "info" if self.is_theta_settled else severity,
             "rope_not_as_written",
-            f"{self.place}rope_scaling",
-            f"got {spell(dict(scaling))}, {what} Beyond {length} positions serve with --context-length {length}.",
+            self.scaling_place,
+            f"got {spell(dict(scaling))}, {what}{beyond_reading}",
         )
         return replace(rope, theta=rope.theta if producer is None else stretched, scaling=None)
 
     def _refuse_dynamic(self, theta: float, scaling: Mapping[str, Any]) -> None:
         """Refuse dynamic scaling as an author's last word, since there are three readings of it."""
-        stocks = self._stretched(theta, _stocks_stretch(scaling))
+        # By how much hangs on the number of pairs.
+        stocks = "..." if self.pairs is None else f"{self._stretched(theta, _stocks_stretch(scaling)):.9g}"
         self.r.folder.add(
             "error",
             "rope_type",
             self.own_place,
             "got rope_type 'dynamic', which trainers and stock read differently; expected the stretched rope_theta. "
-            f'As stock does it, set "eagle3_ext": {{"rope_theta": {stocks:.9g}, "rope_scaling": null}}.',
+            f'As stock does it, set "eagle3_ext": {{"rope_theta": {stocks}, "rope_scaling": null}}.',
         )
 
     def _stretched(self, theta: float, by: float) -> float:
@@ -456,30 +470,43 @@ class _RopeReader:
 
     def _note_unclear_theta(self, stored: Rope, rope: Rope, producer: Producer, name: str) -> None:
         """Name both bases where versions of a trainer are known not to hand ``rope_theta`` to this kind of scaling."""
-        scaling = stored.scaling or {}
-        kind = "mrope" if scaling.get("rope_type") == "default" else scaling.get("rope_type")
+        kind = _kind(stored)
         if self.is_settled or self.is_theta_settled or stored.theta == _BASE or kind not in producer.theta_unclear:
             return
         other = rope.theta / stored.theta * _BASE
         self.r.folder.add(
             "warning",
             "rope_not_as_written",
-            f"{self.place}rope_theta",
-            f"got {stored.theta:g}, in whose place versions of {name} train with {_BASE:g} under rope_type {kind!r}; "
-            f'{rope.theta:.9g} was taken. For the other reading set "eagle3_ext": {{"rope_theta": {other:.9g}}}.',
+            self.theta_place,
+            f"got {stored.theta:g}, in whose place versions of {name} train with {_BASE:g} under "
+            f"{'no scaling' if kind == 'none' else f'rope_type {kind!r}'}; {rope.theta:.9g} was taken. Settle it with "
+            f'"eagle3_ext": {{"rope_theta": {rope.theta:.9g}}}, or {other:.9g} for the other reading.',
         )
 
-    def _note_eagles_theta(self, stored: Rope) -> None:
-        """Name both bases of the EAGLE repository's layout, whose training code knows one base only."""
-        if self.is_theta_settled or stored.theta == _BASE:
-            return
+    def _note_unknown_kind(self, kind: str, name: str, producer: Producer) -> None:
+        """Say that a trainer's code has no such scaling, so that another one's must have trained the draft."""
         self.r.folder.add(
             "warning",
             "rope_not_as_written",
-            f"{self.place}rope_theta",
-            f"got {stored.theta:g} in the layout of the EAGLE repository, whose code trains with {_BASE:g} whatever "
-            f"stands there and infers with what stands there; {stored.theta:g} was taken, as stock does. For the other "
-            'reading set "eagle3_ext": {"producer": "eagle"}, else settle it with {"rope_theta": ...}.',
+            self.scaling_place,
+            f"got rope_type {kind!r}, which {name} has no code for; expected {' or '.join(producer.scalings)}. Base "
+            "and scaling were taken as they are written; check who trained the draft, or settle them in eagle3_ext.",
+        )
+
+    def _note_eagles_theta(self, stored: Rope, kind: str) -> None:
+        """Name both bases of the EAGLE repository's layout, whose training code knows one base only."""
+        # With a scaling that its code does not have, someone else's trained the draft.
+        if self.is_theta_settled or stored.theta == _BASE or kind not in ("none", *PRODUCERS["eagle"].scalings):
+            return
+        reads = "trains" if kind == "none" else "trains and infers"
+        but = " and infers with what stands there" if kind == "none" else ""
+        self.r.folder.add(
+            "warning",
+            "rope_not_as_written",
+            self.theta_place,
+            f"got {stored.theta:g} in the layout of the EAGLE repository, whose code {reads} with {_BASE:g} whatever "
+            f"stands there{but}; {stored.theta:g} was taken, as stock does. For the other reading set "
+            '"eagle3_ext": {"producer": "eagle"}, else settle it with {"rope_theta": ...}.',
         )
 
     def _without_mscale(self, stored: Rope, producer: str) -> Rope:
@@ -497,7 +524,7 @@ class _RopeReader:
             r.folder.add(
                 "info" if declared.producer is not None else "warning",
                 "rope_not_as_written",
-                f"{self.place}rope_scaling",
+                self.scaling_place,
                 f"got {spell(dict(scaling))}, of which {producer} reads neither mscale nor mscale_all_dim in training; "
                 'both were taken as 0. If this draft was trained otherwise, set "eagle3_ext": {"rope_scaling": ...}.',
             )
@@ -545,8 +572,17 @@ class _RopeReader:
 
 
 def _scaling_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what stands in a scaling object and scales nothing."""
-    return {key: inner for key, inner in value.items() if key not in BESIDE}
+    """Leave out what stands in a scaling object and scales nothing, and spell its kind in one way."""
+    kind = {"rope_type": value.get("rope_type", value.get("type"))}
+    return kind | {key: inner for key, inner in value.items() if key not in {"rope_type", "type", *BESIDE}}
+
+
+def _kind(rope: Rope) -> str:
+    """Name the kind of scaling of a rotation, ``none`` where it has none."""
+    if rope.scaling is None:
+        return "none"
+    kind: str = rope.scaling["rope_type"]
+    return "mrope" if kind == "default" else kind
 
 
 def _stocks_stretch(scaling: Mapping[str, Any]) -> float:

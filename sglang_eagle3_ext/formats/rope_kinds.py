@@ -51,7 +51,7 @@ TRUE = Value("true or nothing, since nothing here computes the other one", lambd
 FALSE = Value("false or nothing, since nothing here computes the other one", lambda v, _: v is False)
 _NOTHING = Value("nothing, since nothing here computes it with latent attention", lambda v, _: False)
 FACTORS = Value(
-    "{pairs} numbers above 0, one for each rotated pair",
+    f"{{pairs}} numbers above 0, from {1 / _MOST:g} to {_MOST:g}, one for each rotated pair",
     lambda v, n: is_list(v, _is_factor) and n in (None, len(v)),
 )
 _SECTIONS = Value(

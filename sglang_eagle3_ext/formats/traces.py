@@ -17,8 +17,7 @@ TRACES: dict[str, Callable[[Folder], str | None]] = {
 
 def declared_producer(folder: Folder) -> str | None:
     """Return the trainer that an ``eagle3_ext`` names, which settles whose traces count."""
-    declared = folder.config.get("eagle3_ext")
-    producer = declared.get("producer") if isinstance(declared, dict) else None
+    producer = folder.declared.ext.producer
     return producer if isinstance(producer, str) else None
 
 

@@ -54,8 +54,9 @@ def check_values(
                     findings += _compare_embedding(name, spec, target, target_revision)
                 except CheckpointError as error:  # the target's; the draft is looked at all the same
                     message = (
-                        f"{folder}/{infos[name].file}:{name}: cannot be compared, got {first_line(error)}; expected "
-                        "the target's embedding. The draft's own is used; nothing to do."
+                        f"{folder}/{infos[name].file}:{name}: cannot be compared, got an embedding of {target} that "
+                        "cannot be read; expected one to compare with. The draft's own is used; nothing to do. It said "
+                        f"{first_line(error)}"
                     )
                     findings.append(Finding("info", "embedding_not_compared", message))
             if spec.lm_head == "own" and spec.vocab.map == "offset" and canonical == "lm_head.weight":

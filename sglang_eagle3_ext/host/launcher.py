@@ -51,7 +51,12 @@ def check_draft(server_args: Any) -> None:
     with _without_traceback():
         override, revision = _override(args), args.speculative_draft_model_revision
         if algorithm == "EAGLE3":
-            config.read_spec(draft, revision, override)
+            try:
+                config.read_spec(draft, revision, override)
+            except CheckpointError as error:
+                if error.spec is None:
+                    raise
+                raise CheckpointError.from_findings([*error.findings, *_values(error.spec)]) from None
         # A target's own MTP layers are served out of the target's checkpoint.
         elif draft != args.model_path and _is_eagle3_draft(draft, revision, override):
             raise CheckpointError(
@@ -80,13 +85,7 @@ def check_launch(_result: Any, server_args: Any) -> None:
                 "--speculative-draft-model-path: got none; expected the folder or Hub id of an EAGLE-3 draft. "
                 "Name the draft, or serve without --speculative-algorithm EAGLE3."
             )
-        try:
-            spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
-        except CheckpointError as error:
-            if error.spec is None:
-                raise
-            more = assembly.findings_of_remains(error, config.target_facts(model_config_of(args)))
-            raise CheckpointError.from_findings([*error.findings, *more, *_values(error.spec)]) from error
+        spec = config.read_spec(draft, args.speculative_draft_model_revision, _override(args))
         if spec is None:
             return
         _note_ropes_of_the_target(args)

@@ -149,6 +149,27 @@ def test_a_wrong_key_hides_neither_values_nor_the_target(tmp_path, capsys):
     assert all(part in text for part in said)
 
 
+@pytest.mark.parametrize("width", ["48", -48])
+def test_a_wrong_width_of_the_target_is_one_error(tmp_path, capsys, width):
+    draft = write_draft(tmp_path / "d", target_hidden=48, config_changes={**SOURCES, "target_hidden_size": width})
+    for hidden, count in ((48, 1), (64, 2)):
+        target = write_target(tmp_path / f"t{hidden}", config_changes={"hidden_size": hidden})
+        code, text = run(capsys, draft, "--target", target, "--json")
+        errors = [f["code"] for f in json.loads(text)["findings"] if f["severity"] == "error"]
+        assert (code, "target_width" in errors) == (1, hidden == 64), errors
+        assert len(set(errors) - {"fc_width"}) == count, errors
+
+
+def test_a_missing_target_hides_neither_sources_nor_values(tmp_path, capsys):
+    sources = {"eagle3_ext": {"sources": ["embed", "boundary0", "layer3"]}}
+    draft = write_draft(tmp_path / "d", config_changes=sources, tensor_changes={"fc.weight": torch.ones(32, 96) / 0})
+    code, text = run(capsys, draft, "--target", tmp_path / "nowhere", "--weights")
+    assert code == 1
+    assert len(text.splitlines()) == 3
+    for part in ("boundary0 more than once", "got 3072 values that are NaN", "nowhere: no such folder"):
+        assert part in text
+
+
 @pytest.mark.parametrize(
     "command",
     [("inspect",), ("configure", "--set", "strict=true", "--print"), ("export", "--for", "stock", "--out", "x")],

@@ -184,9 +184,40 @@ def test_the_eagle_repository_trains_with_one_base(tmp_path):
     assert "trains with 10000 " in said.message
     named = formats.read_draft(path, override={"producer": "eagle"})
     assert (named.rope, named.origins["rope_theta"]) == (Rope(1e4), "override")
-    for settled in ({"rope_theta": 5e5}, {"producer": "specforge"}):
-        told = formats.read_draft(path, override=settled)
-        assert (told.rope, "rope_not_as_written" in codes(told)) == (Rope(5e5), False)
+    told = formats.read_draft(path, override={"rope_theta": 5e5})
+    assert (told.rope, "rope_not_as_written" in codes(told)) == (Rope(5e5), False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ({"type": "linear", "factor": 2.0}, "whose code trains and infers with 10000 whatever stands there;"),
+        ({"type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, None),
+    ],
+)
+def test_the_eagle_repository_has_two_kinds_of_scaling(tmp_path, kind, said):
+    scaling = {**kind, "original_max_position_embeddings": 16}
+    changes = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "rope_scaling": scaling}
+    path = write_draft(tmp_path, config_changes=changes)
+    found = [f.message for f in formats.read_draft(path).findings if f.code == "rope_not_as_written"]
+    assert [said in message for message in found] == [True] * (said is not None)
+    named = formats.read_draft(path, override={"producer": "eagle"})
+    [finding] = [f for f in named.findings if f.code == "rope_not_as_written"]
+    # Its code stops at other kinds, so that it cannot have trained this one with its own base.
+    assert named.rope.theta == (1e4 if said else 5e5)
+    assert ("eagle has no code for" in finding.message) == (said is None)
+
+
+@pytest.mark.parametrize("kind", [None, {"type": "linear", "factor": 2.0}])
+def test_older_specforge_trained_with_one_base(tmp_path, kind):
+    """Before its pull request 270 (October 2025) SpecForge handed ``rope_theta`` to no rotary embedding."""
+    path = write_draft(tmp_path, config_changes={"rope_theta": 5e5, "rope_scaling": kind})
+    spec = formats.read_draft(path, override={"producer": "specforge"})
+    [said] = [f for f in spec.findings if f.code == "rope_not_as_written"]
+    assert (spec.rope.theta, said.severity) == (5e5, "warning")
+    assert 'Settle it with "eagle3_ext": {"rope_theta": 500000}, or 10000 for the other reading.' in said.message
+    settled = formats.read_draft(path, override={"producer": "specforge", "rope_theta": 1e4})
+    assert (settled.rope.theta, "rope_not_as_written" in codes(settled)) == (1e4, False)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +284,16 @@ def test_a_declared_producer_settles_a_contradicted_trace(tmp_path):
     assert (spec.producer, assembly.plan(spec, target).boundaries) == ("torchspec", (2, 4, 6))
 
 
-def test_two_readers_are_settled_by_a_declared_producer(tmp_path):
-    changes = {"_torchspec_version": "0.1.0", "eagle3_ext": {"producer": "torchspec"}}
-    spec = formats.read_draft(write_draft(tmp_path, "modelopt", config_changes=changes))
+@pytest.mark.parametrize("where", ["config", "command line", "both"])
+def test_two_readers_are_settled_by_a_declared_producer(tmp_path, where):
+    changes = {"_torchspec_version": "0.1.0", "num_hidden_layers": 36, f"eagle_config.{IDS}": [1, 3, 5]}
+    own = {"config": {"producer": "torchspec"}, "both": {"producer": "modelopt"}}.get(where, {})
+    override = {} if where == "config" else {"producer": "torchspec"}
+    path = write_draft(tmp_path, "modelopt", config_changes={**changes, "eagle3_ext": own})
+    spec = formats.read_draft(path, override=override)
     assert (spec.format, spec.producer) == ("torchspec", "torchspec")
+    # What the other reader noticed is not the draft's.
+    assert codes(spec).count("layer_count") == 1
 
 
 def test_a_window_of_automodels_target_is_not_the_drafts(tmp_path):

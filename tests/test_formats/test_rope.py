@@ -13,6 +13,7 @@ import pytest
 from checkpoints import DELETE, write_draft, write_target
 
 from sglang_eagle3_ext import assembly, formats
+from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import rope_kinds
 from sglang_eagle3_ext.spec import DraftSpec
 
@@ -302,7 +303,7 @@ def test_dynamic_scaling_is_none_where_drafts_are_trained(tmp_path, scaling, the
     # What stock makes of it at every position, for those who did train so, and what SpecForge does.
     assert f'"rope_theta": {1e4 * theta ** (12 / 10):.9g}' in finding.message
     assert f'"rope_theta": {1e4 * (1 + 20 * scaling["factor"] / 512) ** (12 / 10):.9g}' in finding.message
-    assert finding.message.endswith("Beyond 512 positions serve with --context-length 512.")
+    assert finding.message.endswith("beyond 512 positions: serve with --context-length 512 to rule them out.")
     assert (spec.rope.theta, spec.rope.scaling) == (1e4, None)
     assert any("stock turns the rotary embedding" in said for said in spec.stock.differences)
 
@@ -350,7 +351,7 @@ def test_both_bases_of_torchspec_are_named(tmp_path, kind):
     assert spec.rope.theta == pytest.approx(5e4 * stretch, rel=1e-12)
     (finding,) = [f for f in spec.findings if f.severity == "warning" and f.code == "rope_not_as_written"]
     assert f"{5e4 * stretch:.9g} was taken" in finding.message
-    assert f'"rope_theta": {1e4 * stretch:.9g}' in finding.message
+    assert f"or {1e4 * stretch:.9g} for the other reading." in finding.message
     told = {"producer": "torchspec", "rope_theta": 1e4 * stretch}
     settled = read(tmp_path, {"rope_theta": 5e4, "rope_scaling": kind}, override=told)
     assert settled.rope.theta == 1e4 * stretch
@@ -389,6 +390,32 @@ def test_what_eagle3_ext_settles_is_no_error(tmp_path, broken, own):
         assert any("stock" in said for said in spec.stock.differences)
 
 
+def test_a_base_is_named_where_it_stands(tmp_path):
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e4}
+    spec = read(tmp_path, {"rope_theta": DELETE, "rope_parameters": parameters}, "torchspec")
+    places = {f.message.partition(": ")[0].rpartition(":")[2] for f in spec.findings if f.code == "rope_not_as_written"}
+    assert places == {"rope_parameters", "rope_parameters.rope_theta"}
+
+
+def test_two_kinds_in_an_authors_own_object_are_said(tmp_path):
+    own = {"type": "linear", "rope_type": "yarn", "factor": 2.0}
+    spec = read(tmp_path, {"eagle3_ext": {"rope_scaling": own}})
+    [said] = [f.message for f in spec.findings if f.code == "rope_clash"]
+    assert 'eagle3_ext.rope_scaling.type: got "linear" beside rope_type "yarn"' in said
+    assert said.endswith("Remove one of the two.")
+
+
+def test_no_number_is_advised_that_hangs_on_broken_weights(tmp_path):
+    own = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    path = write_draft(tmp_path, config_changes={"eagle3_ext": own})
+    advice = '"eagle3_ext": {"rope_theta": 37371.9282, "rope_scaling": null}'
+    assert any(advice in f.message for f in formats.read_draft(path).findings)
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError) as raised:
+        formats.read_draft(path)
+    assert any(advice.replace("37371.9282", "...") in f.message for f in raised.value.findings)
+
+
 def test_sections_for_another_head_leave_the_plain_rotation(tmp_path):
     spec = read(tmp_path, {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}})
     (finding,) = [f for f in spec.findings if f.code.startswith("rope")]
@@ -421,7 +448,8 @@ def test_one_scaling_under_two_names_is_read_once(tmp_path):
     assert spec.stock.differences == once.stock.differences
     assert spec.rope == once.rope
     wrong = {"rope_type": "linear", "factor": "x"}
-    assert len(errors(read(tmp_path, {"rope_scaling": wrong, "rope_parameters": wrong}))) == 1
+    for other in (wrong, {"type": "linear", "factor": "x"}, {**wrong, "type": "linear"}):
+        assert len(errors(read(tmp_path, {"rope_scaling": other, "rope_parameters": wrong}))) == 1
 
 
 @pytest.mark.parametrize(
