@@ -50,7 +50,7 @@ soak: $(TEST_READY) target
 
 # Interpreter, bytes moved, compile gates. Leaves .demo/kernels.json. TRITON=/path/to/an/unpacked/wheel takes that Triton.
 kernels: $(TEST_READY)
-	$(if $(TRITON),PYTHONPATH=$(abspath $(TRITON))) $(PY) -m pytest -n auto --maxprocesses 2 -m "not soak" \
+	$(if $(TRITON),PYTHONPATH=$(abspath $(TRITON))) $(PY) -m pytest -n auto --maxprocesses 2 --dist loadfile -m "not soak" \
 		--kernels-json .demo/kernels.json tests/test_kernels
 
 # On a CUDA machine, PYTHON=/path/to/python with torch, triton and tqdm is enough. Leaves benchmarks/results/gpu-*.json.
@@ -76,3 +76,4 @@ docs: $(DEMO_READY) target
 	$(PY) -m benchmarks.targets --render
 	$(PY) -m benchmarks.kernel_tables
 	$(PY) -m benchmarks.probe.render
+	$(PY) -m benchmarks.watch.simulate --render

@@ -33,6 +33,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.kernel_bench import (
+    COLUMNS,
     ROOT,
     Prepared,
     Row,
@@ -150,7 +151,7 @@ def run_shape(
                 row["differences_in_a_graph"] = differences_in_a_graph(call)
                 row["differences_in_repetitions"] = differences_in_repetitions(call, REPETITIONS)
                 problems += [
-                    f"{op}, {name}, {provider}: got {row[check]} {check.replace('_', ' ')}; expected none."
+                    f"{op}, {name}, {provider}: got {row[check]} {check.replace('_', ' ')}; expected none. Report it."
                     for check in ("differences_in_a_graph", "differences_in_repetitions")
                     if row[check]
                 ]
@@ -235,7 +236,7 @@ def main() -> None:
         problems += wrong
         del prepared
         torch.cuda.empty_cache()
-    print_table(rows)
+    print_table(rows, (*COLUMNS, "of_roofline"))
     result = {"schema": 1} | provenance() | {"machine": about, "rows": rows, "problems": problems}
     args.out.mkdir(parents=True, exist_ok=True)
     path = destination(args.out, about["gpu"], datetime.date.today())

@@ -107,7 +107,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def provenance() -> dict[str, Any]:
     """Say what was measured, when, and with which versions of everything that has a part in it."""
-    sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    sha, changed = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    )
     versions: dict[str, str | None] = {"triton": triton.__version__, "torch": torch.__version__}
     versions |= {"cuda": torch.version.cuda, "python": platform.python_version()}
     for distribution in ("numpy", "sglang", "sglang-kernel", "flashinfer-python"):
@@ -117,6 +120,7 @@ def provenance() -> dict[str, Any]:
             versions[distribution] = None
     return {
         "git_sha": sha.stdout.strip() or None,
+        "dirty": bool(changed.stdout.strip()),
         "version": __version__,
         "date": datetime.date.today().isoformat(),
         "versions": versions,
@@ -149,7 +153,10 @@ def measure(
     y = call()
     error = float((y.double() - prepared.truth).abs().max())
     if not error <= budget:
-        raise RuntimeError(f"{op}, {name}, {provider}: got an error of {error:.3e}; expected at most {budget:.3e}.")
+        raise RuntimeError(
+            f"{op}, {name}, {provider}: got an error of {error:.3e}; expected at most {budget:.3e}. No time was taken "
+            "of it; report it with this machine's versions."
+        )
     row: Row = {"op": op, "shape": name, "dtype": str(y.dtype).removeprefix("torch."), "provider": provider}
     row |= {"p20_us": None, "p50_us": None, "p80_us": None, "gbps": None, "of_copy": None}
     if copy is not None:
@@ -170,9 +177,9 @@ def measure_peer(op: str, name: str, prepared: Prepared, peer: str, copy: float 
         return skipped(op, name, peer, f"{type(problem).__name__}: {str(problem)[-300:]}")
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def print_table(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Print one aligned line per row."""
-    cells = [COLUMNS, *(tuple(_cell(row[column]) for column in COLUMNS) for row in rows)]
+    cells = [tuple(columns), *(tuple(_cell(row.get(column)) for column in columns) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -208,7 +215,8 @@ def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepa
         prepared = prepare(shape, device, dtype)
         names = [*prepared.providers, *prepared.peers]
         if unknown := sorted(set(args.provider or ()) - set(names)):
-            parser.exit(1, f"--provider: got {', '.join(unknown)}; expected some of {', '.join(names)}.\n")
+            expected = f"expected some of {', '.join(names)}. Name one of them."
+            parser.exit(1, f"--provider: got {', '.join(unknown)}; {expected}\n")
         for provider in args.provider or names:
             by = measure_peer if provider in prepared.peers else measure
             rows.append(by(op, name, prepared, provider, about["copy_gbps"]))

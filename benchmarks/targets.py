@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.stamp import stamp
 from sglang_eagle3_ext.spec import STOCK_READINGS, StockReading
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +53,7 @@ Each class was built with {layers} layers and random weights, in float32, on a C
 layer boundaries, norms and logits processor, with small functions in the place of attention and MLP (and nothing in
 the place of vision towers). Boundaries 0, 1, 3, n - 1, n and the final norm were compared with transformers' hidden
 states for the same weights and functions (largest difference in units of the largest value), and with SGLang's
-`residual_batch.snapshot` at the entry of each layer (`=`: equal bit for bit). transformers {transformers}, PyTorch
-{torch}.
+`residual_batch.snapshot` at the entry of each layer (`=`: equal bit for bit).
 
 | target class | serves | stock reads id k as | stock captures boundary n | transformers | snapshot | two ranks |
 |---|---|---|---|---|---|---|
@@ -67,8 +67,9 @@ NOTES = """
 - **Deepstack** (Qwen3-VL and its kin): visual features that are added behind layers 0 to 2 are in boundaries 1 to 3,
   as they are in what the next layer reads. transformers' `hidden_states` leave them out; so do captures under SGLang's
   `rl_on_policy_target`.
-- **Intern-S1-Pro** (`InternS1ProForConditionalGeneration`): SGLang 0.5.23 cannot build the class; nothing was tested.
-- **MindSpore** (`--model-impl mindspore`): not PyTorch modules; refused.
+- **MindSpore** (`--model-impl mindspore`) was tested by a module of the same shape, without MindSpore.
+- **No GPU** has run any of this: neither sums over ranks that are fused with a norm, which the proof at start leaves
+  out of its own pass, nor CUDA graphs.
 - **Pipeline parallelism**, **two-batch overlap** and **multiplexed prefill** are refused in the launcher: stages,
   micro-batches and split prefills hand no states to the draft. **Attention data parallelism** and **context
   parallelism** are refused there, too, because nothing has shown yet that they do.
@@ -127,8 +128,6 @@ greedy text without speculation; the accept length is what the reference predict
 
 KINDS = {"latent": "latent attention (MLA)", "grouped": "Llama-type"}
 
-BROKEN = "InternS1ProForConditionalGeneration"
-
 READS = {
     "output": "output of layer k",
     "boundary": "boundary k",
@@ -143,44 +142,56 @@ def read_results() -> dict[str, Any]:
     return results
 
 
-def row(name: str, found: dict[str, Any], reading: StockReading, every: int, on_ranks: bool) -> str:
+def measured_on(part: dict[str, Any]) -> str:
+    """Say where and with what a part was measured."""
+    machine, versions = part["machine"], part["versions"]
+    with_what = f"SGLang {versions['sglang']}, PyTorch {versions['torch']}, transformers {versions['transformers']}"
+    return f"{machine['cpu']}, {machine['cores']} cores, {with_what}, {part['date']}."
+
+
+def row(name: str, found: dict[str, Any], reading: StockReading | None, every: int, on_ranks: bool) -> str:
     """Write one class as a line of the table."""
     serves = found["serves"]
     if len(serves) == every:
         words = "every b, `final_norm`"
     else:
         words = ", ".join("n" if b == found["layers"] else f"`{b}`" if b == "final_norm" else str(b) for b in serves)
-    last = "as contribution" if not reading.captures_residual else "yes" if reading.captures_last else "no"
-    stock = (READS[reading.ids], last) if found["measured"] else ("", "")
+    stock = ("", "")
+    if reading is not None and found["measured"]:
+        last = "as contribution" if not reading.captures_residual else "yes" if reading.captures_last else "no"
+        stock = READS[reading.ids], last
     difference = found["max_difference"]
     hf = f"`{found['transformers']}` {f'{difference:.0e}' if difference else '='}" if found["transformers"] else ""
-    cells = (f"`{name}`", words or "nothing", *stock, hf, "=" if found["snapshot"] else "", "=" if on_ranks else "")
+    words = words or f"nothing ({found['why']})"
+    cells = (f"`{name}`", words, *stock, hf, "=" if found["snapshot"] else "", "=" if on_ranks else "")
     return "| " + " | ".join(cells) + " |\n"
 
 
 def page(results: dict[str, Any]) -> str:
     """Write docs/targets.md from what the tests found; a part that was never run is left out."""
-    classes = results["classes"]
+    classes = results["classes"]["classes"]
     every = max(len(found["serves"]) for found in classes.values())
     layers = max(found["layers"] for found in classes.values())
     ranks, load, kimi = results.get("ranks"), results.get("load"), results.get("kimi")
     alike = set(ranks["classes"]) if ranks is not None else set()
     rows = [
-        row(name, found, STOCK_READINGS[name.split()[0]], every, name in alike)
+        row(name, found, STOCK_READINGS.get(name.split()[0]), every, name in alike)
         for name, found in sorted(classes.items())
     ]
-    text = INTRODUCTION.format(layers=layers, **results["versions"]) + "".join(rows) + NOTES
+    text = INTRODUCTION.format(layers=layers, sglang=results["classes"]["versions"]["sglang"]) + "".join(rows)
+    text += f"\n{measured_on(results['classes'])}\n{NOTES}"
     if ranks is not None:
         served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in ranks["served"].items())
-        text += RANKS.format(rows="".join(served))
+        text += f"{RANKS.format(rows=''.join(served))}\n{measured_on(ranks)}\n"
     if load is not None:
-        text += LOAD.format(**load)
+        text += f"{LOAD.format(**load)}\n{measured_on(load)}\n"
     if kimi is not None:
         text += KIMI.format(**{**kimi, "sources": ", ".join(kimi["sources"])})
         for name, found in kimi["served"].items():
             kind, shape = name.split()
             cells = (KINDS[kind], shape, *(found[k] for k in ("answers", "verify_steps", "accept_length", "predicted")))
             text += "| " + " | ".join(map(str, cells)) + " |\n"
+        text += f"\n{measured_on(kimi)}\n"
     return text
 
 
@@ -190,12 +201,14 @@ def run(name: str) -> int:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3_EXT", "SGLANG_"))}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
+        stamped = stamp()
         command = [sys.executable, "-m", "pytest", "-q", str(part.tests)]
         code = subprocess.run(command, cwd=ROOT, env=environment | {part.variable: str(file)}, check=False).returncode
         if not code:
-            found = json.loads(file.read_text())
             results = read_results() if RESULTS.exists() else {}
-            RESULTS.write_text(json.dumps(results | (found if name == "classes" else {name: found}), indent=1) + "\n")
+            results.pop("versions", None)  # once of one part, now of each
+            results |= {"schema": 2, name: stamped | json.loads(file.read_text())}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return code
 
 

@@ -116,6 +116,7 @@ class Compiled(Code):
             "registers": self.registers,
             "spills": self.spills,
             "loop_spills": self.loop_spills,
+            "context_spills": self.loops[0].spills if self.loops else 0,
             "shared_bytes": self.shared,
             "tensor_memory": self.tensor_memory,
             "matrix_unit": self.matrix_unit,

@@ -1,13 +1,15 @@
 """Measure what docs/probe.md says of ``sglang-eagle3 probe`` on the demo's pair.
 
-    python -m benchmarks.probe.measure default          # the command at its default size, told nothing; minutes
+    python -m benchmarks.probe.measure default          # the command at its default size, told nothing; minutes,
+                                                        # on a quiet machine
     python -m benchmarks.probe.measure picture          # docs/probe.png, by the command with --plot
     python -m benchmarks.probe.measure told             # what the copy of a draft says, and what is found
     python -m benchmarks.probe.measure served NAME...   # one server for each assembly, and what the probe predicts
+    python -m benchmarks.probe.measure pairs            # drafts trained on tiny targets of other families
 
-All take states that were kept (``sglang-eagle3 probe --save-features FILE``) with ``--features FILE`` in place of
-letting the target write anew. Each step keeps its part of ``benchmarks/results/probe.json``;
-``python -m benchmarks.probe.render`` writes the page.
+All but the last take states that were kept (``sglang-eagle3 probe --save-features FILE``, or
+``default --save-features FILE``) with ``--features FILE`` in place of letting the target write anew. Each step keeps
+its part of ``benchmarks/results/probe.json``; ``python -m benchmarks.probe.render`` writes the page.
 """
 
 from __future__ import annotations
@@ -34,18 +36,17 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo.target import ROOT, make_target
 from benchmarks.probe.render import RESULT
+from benchmarks.stamp import DRAFT, demo_draft, stamp
 from sglang_eagle3_ext.formats import read_target
-from sglang_eagle3_ext.host import bench
 from sglang_eagle3_ext.host.servers import Server, progress, running
 from sglang_eagle3_ext.probe import report
 from sglang_eagle3_ext.probe.features import Features, FeatureWriter, capture, encode, load_target, read_prompts
 from sglang_eagle3_ext.probe.search import Candidates
 from sglang_eagle3_ext.probe.verdict import interval, measure, probe
 
-DRAFT = ROOT / "benchmarks" / "demo" / "draft"
 PICTURE = ROOT / "docs" / "probe.png"
 NEW, STEPS = 64, 3
-TOLD_PROMPTS = 32
+TOLD_PROMPTS = 192
 SERVED_PROMPTS = 48
 
 RIGHT = ["embed", "layer3", "layer15"]
@@ -102,6 +103,8 @@ def draw(tensors: dict[str, torch.Tensor]) -> None:
             tensors[name] = noise.to(tensor.dtype)
 
 
+VLLM_IDS = {"eagle_aux_hidden_state_layer_ids": [0, 4, 16], "use_aux_hidden_state": True}
+
 TOLD: tuple[tuple[str, dict[str, Any], Callable[[dict[str, torch.Tensor]], None]], ...] = (
     ("nothing (no `eagle3_ext`, no ids)", {"eagle3_ext": None}, as_it_is),
     ("the truth", {}, as_it_is),
@@ -110,7 +113,9 @@ TOLD: tuple[tuple[str, dict[str, Any], Callable[[dict[str, torch.Tensor]], None]
     ("`residual: post_norm`", {"eagle3_ext": {"sources": RIGHT, "residual": "post_norm"}}, as_it_is),
     ("`recurrent_state: post_norm`", {"eagle3_ext": {"sources": RIGHT, "recurrent_state": "post_norm"}}, as_it_is),
     ("nothing about `d2t`, which holds absolute ids", {}, make_absolute),
+    ("ids as vLLM counts them, which stock reads otherwise", {"eagle3_ext": None, "eagle_config": VLLM_IDS}, as_it_is),
     ("`rope_theta: 10000` (trained: 100000)", {"rope_theta": 10000.0}, as_it_is),
+    ("`rope_theta: 1000000`", {"rope_theta": 1000000.0}, as_it_is),
     ("the truth, with random weights", {}, draw),
 )
 OTHER_TARGET = "the truth, on a target whose residual stream has its axes permuted"
@@ -138,12 +143,13 @@ def some_features(kept: Path | None, file: Path, prompts: int, target: Path) -> 
     return Features.open(file)
 
 
-def run_default(target: Path, folder: Path, kept: Path | None) -> None:
+def run_default(target: Path, folder: Path, kept: Path | None, save: Path | None, threads: int) -> None:
     """Run the command as a user does, on a copy that says nothing, and keep what it took."""
     copy = copy_draft(folder / "draft", {"eagle3_ext": None}, as_it_is)
-    machine = bench.machine_facts()
+    stamped = stamp() | {"draft_sha256": demo_draft()}
+    flags = [] if save is None else ["--save-features", str(save)]
     began = time.perf_counter()
-    result = json.loads(run_command(copy, target, kept))
+    result = json.loads(run_command(copy, target, kept, *flags, threads=threads))
     wall = time.perf_counter() - began
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     for key in ("draft", "target"):
@@ -151,33 +157,42 @@ def run_default(target: Path, folder: Path, kept: Path | None) -> None:
     result["advice"] = result["advice"].replace(str(copy), "DRAFT")
     taken = {"wall_s": round(wall, 1), "cpu_s": round(used.ru_utime + used.ru_stime, 1)}
     taken |= {"max_rss_mb": used.ru_maxrss >> 10}
-    keep("default", {"machine": machine, **taken, "threads": 1, "text_included": kept is None, "result": result})
+    keep("default", {**stamped, **taken, "threads": threads, "text_included": kept is None, "result": result})
 
 
-def run_command(draft: Path, target: Path, kept: Path | None, *flags: str) -> str:
-    """Run the command on one thread, and return what it prints."""
+def run_command(draft: Path, target: Path, kept: Path | None, *flags: str, threads: int) -> str:
+    """Run the command, and return what it prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "probe", str(draft), "--target", str(target), "--json"]
     command += [*(["--features", str(kept)] if kept is not None else []), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False).stdout
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    # 1 says that something else than what is declared was found.
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise RuntimeError(f"probe: got exit code {done.returncode}; expected 0 or 1 and a result. See what it said.")
+    return done.stdout
 
 
-def draw_picture(target: Path, folder: Path, kept: Path | None) -> None:
+def draw_picture(target: Path, folder: Path, kept: Path | None, threads: int) -> None:
     """Let the command draw the picture of the documentation."""
     copy = copy_draft(folder / "draft", {"eagle3_ext": None}, as_it_is)
-    run_command(copy, target, kept, "--plot", str(folder / "probe.png"))
+    run_command(copy, target, kept, "--plot", str(folder / "probe.png"), threads=threads)
     shutil.copyfile(folder / "probe.png", PICTURE)
 
 
 def run_told(target: Path, folder: Path, kept: Path | None) -> None:
     """Probe copies that say different things of themselves on the same texts."""
     features = some_features(kept, folder / "features", TOLD_PROMPTS, target)
+    stamped = stamp() | {"draft_sha256": demo_draft()}
     rows = []
     for i, (name, config, change) in enumerate(TOLD):
         rows.append(told_row(name, copy_draft(folder / str(i), config, change), target, features))
     other, turned = turn_target(target, features, folder)
     rows.append(told_row(OTHER_TARGET, DRAFT, other, turned))
-    keep("told", {"prompts": TOLD_PROMPTS, "max_new_tokens": NEW, "rows": rows})
+    keep("told", {**stamped, "prompts": TOLD_PROMPTS, "max_new_tokens": NEW, "rows": rows})
 
 
 def told_row(name: str, draft: Path, target: Path, features: Features) -> dict[str, Any]:
@@ -191,6 +206,9 @@ def told_row(name: str, draft: Path, target: Path, features: Features) -> dict[s
         "switches": got["best"]["switches"],
         "declared": got["declared"] and round(got["declared"]["accept_length"], 4),
         "best": round(got["best"]["accept_length"], 4),
+        "gain": got["gain"] and [round(x, 4) for x in (got["gain"]["accept_length"], *got["gain"]["ci95"])],
+        "alike": got["alike"],
+        "undecided": got["undecided"],
     }
 
 
@@ -215,7 +233,11 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
     candidates = Candidates(DRAFT, target)
     n = read_target(target).num_layers
     groups = [answer.group for answer in features.answers]
-    right = measure(candidates, features.answers, (0, 4, 16), (), steps=STEPS).total
+    asked = {tuple(answer.tokens[: answer.prompt_length].tolist()) for answer in features.answers}
+    others = [] if kept is None else Features.open(kept).answers
+    others = [answer for answer in others if tuple(answer.tokens[: answer.prompt_length].tolist()) not in asked]
+    # Recorded on other texts than those that are served, where there are any.
+    right = measure(candidates, others or features.answers, (0, 4, 16), (), steps=STEPS).total
     expected = {
         "accept_length": right.accept_length,
         "accept_per_position": list(right.accept_per_position),
@@ -228,6 +250,7 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
         switches = tuple((key, value) for key, value in told.items() if key != "sources")
         places = tuple(0 if s == "embed" else int(s.removeprefix("layer")) + 1 for s in told["sources"])
         predicted = measure(candidates, features.answers, places, switches, steps=STEPS)
+        stamped = stamp() | {"draft_sha256": demo_draft()}
         served = ask_server(target, folder, features, {**told, "expected": expected})
         error = predicted.total.accept_length / served["accept_length"] - 1
         sys.stderr.write(f"{name}: predicted {predicted.total.accept_length:.4f}, served {served}\n")
@@ -235,6 +258,7 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
             "served",
             {
                 name: {
+                    **stamped,
                     "eagle3_ext": told,
                     "num_layers": n,
                     "prompts": len(features.answers),
@@ -251,6 +275,20 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
                 }
             },
         )
+
+
+def run_pairs(folder: Path) -> None:
+    """Run the soak tests that train tiny pairs, and keep what they found.
+
+    Raises:
+        RuntimeError: a test failed.
+    """
+    file, stamped = folder / "pairs.json", stamp()
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "soak", "tests/test_probe/test_soak.py"]
+    environment = os.environ | {"PAIRS_RESULTS": str(file)}
+    if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+        raise RuntimeError(f"pairs: got exit code {code}; expected every pair as its test wants it. See above.")
+    keep("pairs", {**stamped, "pairs": json.loads(file.read_text())})
 
 
 def ask_server(target: Path, folder: Path, features: Features, ext: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,17 +343,25 @@ def main() -> None:
     picture = steps.add_parser("picture")
     told = steps.add_parser("told")
     served = steps.add_parser("served")
+    steps.add_parser("pairs")
     served.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(SERVED)}; default: all")
     for step in (default, picture, told, served):
         step.add_argument("--features", type=Path, metavar="FILE")
+    default.add_argument("--save-features", type=Path, metavar="FILE")
+    for step in (default, picture):
+        step.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
+    if arguments.step == "pairs":
+        with tempfile.TemporaryDirectory() as place:
+            run_pairs(Path(place))
+        return
     target = make_target()
     with tempfile.TemporaryDirectory(prefix="sglang-eagle3-") as place:
         folder = Path(place)
         if arguments.step == "default":
-            run_default(target, folder, arguments.features)
+            run_default(target, folder, arguments.features, arguments.save_features, arguments.threads)
         elif arguments.step == "picture":
-            draw_picture(target, folder, arguments.features)
+            draw_picture(target, folder, arguments.features, arguments.threads)
         elif arguments.step == "told":
             run_told(target, folder, arguments.features)
         else:

@@ -35,10 +35,11 @@ def default(part: dict[str, Any] | None) -> str:
             ]
         )
     header = ["", "sources", "accept length", "95 % interval", "accepted at each position"]
+    threads = "one thread" if part["threads"] == 1 else f"{part['threads']} threads"
     what = "" if part["text_included"] else "for the search and the measuring, on states that were kept, "
     note = (
         f"Verdict: `{result['verdict']}`. {result['prompts']} prompts, {result['completion_tokens']:,} answer tokens, "
-        f"{result['best']['verify_steps']:,} verify steps; {what}{part['cpu_s']:.0f} s of CPU time on one thread, "
+        f"{result['best']['verify_steps']:,} verify steps; {what}{part['cpu_s']:.0f} s of CPU time on {threads}, "
         f"{part['wall_s']:.0f} s by the clock ({machine['cpu']}, load {machine['load_before']:.1f} before the start), "
         f"{part['max_rss_mb'] / 1024:.1f} GB of memory. {DATA}"
     )
@@ -56,9 +57,21 @@ def told(part: dict[str, Any] | None) -> str:
             found = f"[{', '.join(row['sources'])}]"
             found += "".join(f", `{key}={value}`" for key, value in row["switches"].items())
         declared = "cannot be run" if row["declared"] is None else f"{row['declared']:.2f}"
-        rows.append([row["says"], f"`{row['verdict']}`", found, declared, f"{row['best']:.2f}"])
-    header = ["the copy says", "verdict", "found", "accept length as declared", "of what was found"]
-    note = f"{part['prompts']} prompts, half of which the search sees. {DATA}"
+        undecided = "".join(f"; {key} undecided" for key in row["undecided"])
+        gain = "-" if row["gain"] is None else "{:+.3f} ({:+.3f} .. {:+.3f})".format(*row["gain"])
+        rows.append([row["says"], f"`{row['verdict']}`", found + undecided, declared, f"{row['best']:.2f}", gain])
+    header = [
+        "the copy says",
+        "verdict",
+        "found",
+        "accept length as declared",
+        "of what was found",
+        "gain",
+    ]
+    note = (
+        f"{part['prompts']} prompts, half of which the search sees; the gain, with its 95 % interval, is that on the "
+        f"other half. {DATA}"
+    )
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
@@ -90,9 +103,36 @@ def served(part: dict[str, Any] | None) -> str:
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
+def pairs(part: dict[str, Any] | None) -> str:
+    """Say what is found of drafts that were trained on tiny targets."""
+    if part is None:
+        return NOT_YET
+    rows = []
+    for name, pair in part["pairs"].items():
+        found = f"[{', '.join(pair['found'])}]" if pair["verdict"] != "none_explains" else "nothing"
+        blocks = zip(pair["found"], pair["alike"], strict=True)
+        alike = "; ".join(f"{source} or {', '.join(others)}" for source, others in blocks if others)
+        if pair["verdict"] == "none_explains":
+            alike = ""
+        rows.append(
+            [
+                name.split("-")[0] + (", another target" if "another" in name else ""),
+                name.split("-")[1],
+                f"[{', '.join(pair['trained'])}]",
+                pair["vocabulary"],
+                found,
+                alike or "-",
+                f"{pair['accept_length']:.2f}",
+            ]
+        )
+    header = ["target", "layers", "trained on", "vocabulary", "found", "not told apart", "accept length"]
+    note = f"Trained for 900 updates, told nothing, 240 answers of 24 tokens. {DATA}"
+    return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
+
+
 def render(page: str, result: dict[str, Any]) -> str:
     """Return docs/probe.md with its measured parts replaced."""
-    for name, write in (("default", default), ("told", told), ("served", served)):
+    for name, write in (("default", default), ("told", told), ("served", served), ("pairs", pairs)):
         page = replace_region(page, name, write(result.get(name)))
     return page
 

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.stamp import DRAFT, demo_draft, stamp
 from sglang_eagle3_ext import reference
 from sglang_eagle3_ext.spec import Boundary
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".demo" / "SmolLM2-135M-Instruct"
-DRAFT = ROOT / "benchmarks" / "demo" / "draft"
 PROMPTS = Path(__file__).parent / "prompts.json"
 EVALUATION = ROOT / "benchmarks" / "demo" / "prompts_eval.json"
 STEPS = 3
@@ -169,9 +169,12 @@ def main() -> None:
         return
     texts = json.loads(arguments.answers.read_text())
     chosen = texts[slice(*(int(n) if n else None for n in arguments.only.split(":")))]
+    stamped = stamp() | {"draft_sha256": demo_draft()}
     replayed = replay(chosen, {} if arguments.weak is None else {"weak": arguments.weak})
+    head = json.dumps(stamped)
     # One line for each text, so that changes can be read.
-    arguments.out.write_text("[\n" + ",\n".join(map(json.dumps, replayed)) + "\n]\n")
+    lines = ",\n".join(map(json.dumps, replayed))
+    arguments.out.write_text(f'{head[:-1]}, "texts": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Simulate servers from measured texts and count how often the watch fires, and when.
 
     python -m benchmarks.watch.simulate
+    python -m benchmarks.watch.simulate --render    # the page alone
 
-It leaves ``benchmarks/results/watch.json`` and writes the table of docs/watch.md from it.
+It leaves ``benchmarks/results/watch.json`` and writes the measured parts of docs/watch.md from it.
 
 Every simulated server answers texts drawn from ``sequences.json`` (see ``measure.py``) one after the other:
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import random
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.render import markdown_table, replace_region
+from benchmarks.stamp import stamp
 from sglang_eagle3_ext.host import watch
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +47,7 @@ Text = tuple[str, list[int]]
 @cache
 def texts(sequences: Path, assembly: str) -> list[Text]:
     """Return the category and the accepted drafts per verify step of every text."""
-    stored = json.loads(sequences.read_text())
+    stored = json.loads(sequences.read_text())["texts"]
     return [(text["category"], [int(c) for c in text["counts"][assembly]]) for text in stored]
 
 
@@ -117,13 +120,64 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
+def by_category(assembly: str) -> dict[str, float]:
+    """Return the acceptance of the first draft token in each category of texts."""
+    found = texts(SEQUENCES, assembly)
+    categories = dict.fromkeys(category for category, _ in found)
+    return {name: round(recorded([text for text in found if text[0] == name])[0], 4) for name in categories}
+
+
+def cost(requests: int, steps: int = 2000) -> float:
+    """Time the two watches of a server over verify steps of so many requests; return microseconds a step."""
+    rng = random.Random(0)
+    watches = watch.Watch([watch.FLOOR], recorded=False), watch.Watch((0.5, 0.2, 0.1), recorded=True)
+    accepted = [[rng.choices((0, 1, 2, 3), (50, 30, 10, 10))[0] for _ in range(requests)] for _ in range(steps)]
+    began = time.perf_counter()
+    for step, drafts in enumerate(accepted):
+        # A request ends every eighth step and another one takes its place.
+        names = [step // 8 * requests + i for i in range(requests)]
+        for watching in watches:
+            watching.count(names, drafts)
+    return 1e6 * (time.perf_counter() - began) / steps
+
+
+def costs(result: dict[str, Any]) -> str:
+    """Say what a verify step costs."""
+    said = ", ".join(
+        f"{us:.0f} microseconds with {n} request{'s' * (n != '1')}" for n, us in result["microseconds_a_step"].items()
+    )
+    return f"Both watches take {said} a verify step on the host ({result['machine']['cpu']}); counters come on top.\n"
+
+
+def spread(result: dict[str, Any]) -> str:
+    """Write how the acceptance of the first draft token differs between categories, as a table."""
+    shares = result["first_by_category"]
+    rows = [
+        [f"`{name}`", f"{result['accept_per_position'][name][0]:.3f}", *(f"{share:.2f}" for share in found.values())]
+        for name, found in shares.items()
+    ]
+    return "\n".join(markdown_table(["draft", "all texts", *shares["right"]], rows)) + "\n"
+
+
+def render(page: str, result: dict[str, Any]) -> str:
+    """Return docs/watch.md with its measured parts replaced."""
+    for name, part in (("watch", table), ("categories", spread), ("cost", costs)):
+        page = replace_region(page, name, part(result))
+    return page
+
+
 def main() -> None:
     """Simulate every assembly on every kind of traffic."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=200)
+    parser.add_argument("--render", action="store_true", help="write the page from the committed result alone")
     arguments = parser.parse_args()
-    stored = json.loads(SEQUENCES.read_text())
-    names = list(stored[0]["counts"])
+    if arguments.render:
+        PAGE.write_text(render(PAGE.read_text(), json.loads(RESULT.read_text())))
+        return
+    stamped = stamp()
+    replayed = json.loads(SEQUENCES.read_text())
+    names = list(replayed["texts"][0]["counts"])
     fired: dict[str, dict[str, dict[str, float]]] = {}
     with tqdm(total=3 * len(names) - 2, desc="simulating", unit="assembly") as bar:
         for kind in ("mixed", "drift", "floor"):
@@ -136,7 +190,9 @@ def main() -> None:
                 bar.update()
     shares = {name: recorded(texts(SEQUENCES, name)) for name in names}
     result = {
-        "schema": 1,
+        "schema": 2,
+        **stamped,
+        "draft_sha256": replayed["draft_sha256"],
         "settings": {
             "servers": arguments.servers,
             "deviations": watch.DEVIATIONS,
@@ -145,12 +201,14 @@ def main() -> None:
             "floor": watch.FLOOR,
             "recorded_texts": RECORDED_TEXTS,
         },
-        "texts": len(stored),
+        "texts": len(replayed["texts"]),
+        "first_by_category": {name: by_category(name) for name in ("right", "weak") if name in names},
         "accept_per_position": {name: [round(share, 4) for share in shares[name]] for name in names},
         "fired": fired,
+        "microseconds_a_step": {str(n): round(cost(n), 1) for n in (1, 64)},
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    PAGE.write_text(replace_region(PAGE.read_text(), "watch", table(result)))
+    PAGE.write_text(render(PAGE.read_text(), result))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,14 @@ from torch import nn
 
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import UnsupportedError
+from sglang_eagle3_ext.host.switches import STOCK_INSTEAD
 from sglang_eagle3_ext.spec import AssemblyPlan, Boundary
 
 OTHER_ROWS = (
-    "No draft can be fed with that. Leave out --moe-a2a-backend, which deals the target's rows out to ranks, or let "
-    "stock serve the draft with EAGLE3_EXT=off. Please report it with the server's flags."
+    "No draft can be fed with that. Leave out --moe-a2a-backend, which deals the target's rows out to ranks, or "
+    f"{STOCK_INSTEAD}. Please report it with the server's flags."
 )
 """What helps where states come in other rows than the target's output, or not at all: not to leave out the proof."""
-
-_at_final_norm: dict[int, Point] = {}
-"""Points at boundary n, by the identity of the final norm they wait at. Targets live as long as their process."""
 
 
 def configure_capture(original: Callable[..., None], **call: Any) -> None:
@@ -144,7 +142,7 @@ def install(model: nn.Module, plan: AssemblyPlan) -> None:
         point = Point(states, boundary)
         by_stage = _enters_attention(layers[0])
         if boundary == n and by_stage:
-            _at_final_norm[id(stack.norm)] = point
+            stack.norm.eagle3_point = point  # type: ignore[union-attr]
         elif by_stage:
             _wait_at_stage(layers[boundary], stack, point)
         else:
@@ -213,7 +211,7 @@ def final_norm(
     **call: Any,
 ) -> Any:
     """Take boundary n where a plan wants it (AROUND ``residual_batch.final_norm``)."""
-    point = _at_final_norm.get(id(layernorm))
+    point: Point | None = getattr(layernorm, "eagle3_point", None)
     return original(hidden_states, forward_batch, layernorm, capture if point is None else point.capture, **call)
 
 

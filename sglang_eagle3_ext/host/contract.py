@@ -471,7 +471,7 @@ ROWS: tuple[Row, ...] = (
         "hook",
         ("hidden_states", "forward_batch", "layernorm", "capture"),
         "start",
-        "capture boundary n and the state after the final norm",
+        "capture boundary n, the stream before the final norm",
         "SGLang captures the state after the last layer on every class",
     ),
     Row(
@@ -751,7 +751,12 @@ ROWS: tuple[Row, ...] = (
         ("self",),
         "leave pools with scales of their own to stock",
     ),
-    _verified("sglang.srt.runtime_context.get_exec", "call", (), "leave what these kernels do not serve to stock"),
+    _verified(
+        "sglang.srt.runtime_context.get_exec",
+        "call",
+        (),
+        "leave to stock what these kernels do not serve; prove unfused",
+    ),
     _part(f"{_LAYERS}.layer_boundary.layer_stack"),
     _part(f"{_LAYERS}.layer_boundary.AttentionInputs", "hidden_states", "forward_batch", "qkv_latent_func"),
     _part(f"{_LAYERS}.layer_boundary.get_attn_tp_context"),

@@ -13,6 +13,7 @@ from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import config
 from sglang_eagle3_ext.host.exit import report_without_traceback
+from sglang_eagle3_ext.host.switches import STOCK_INSTEAD
 from sglang_eagle3_ext.spec import DraftSpec, Finding
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "attention_data_parallel",
             f"--attn-dp-size: got {args.attn_dp_size}; expected 1, because ranks then pad, gather and idle for each "
             "other, and nothing has shown yet that captured states keep to the rows of their own requests. Use tensor "
-            "parallelism, or EAGLE3_EXT=off for stock's capture.",
+            f"parallelism, or {STOCK_INSTEAD}.",
         )
     if (args.attn_cp_size > 1 or args.enable_prefill_cp) and spec.num_sources:
         got = f"--attn-cp-size {args.attn_cp_size}" if args.attn_cp_size > 1 else "--enable-prefill-cp"
@@ -182,7 +183,7 @@ def flag_findings(args: Any, asked_tokens: int | None, spec: DraftSpec) -> Itera
             "context_parallel",
             f"{got}: got it with an EAGLE-3 draft; expected no context parallelism, because ranks then hold parts of "
             "one prompt's rows, and nothing has shown yet that captured states come together in the order of the "
-            "prompt. Use tensor parallelism, or EAGLE3_EXT=off for stock's capture.",
+            f"prompt. Use tensor parallelism, or {STOCK_INSTEAD}.",
         )
     if args.enable_pdmux and spec.num_sources:
         yield Finding(

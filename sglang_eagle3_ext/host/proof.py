@@ -3,7 +3,7 @@
 Two short prefills run through the loaded target before any CUDA graph is captured, on every rank. What would reach the
 draft is compared, number by number, with the residual stream as ``residual_batch.snapshot`` sees it at the entry of
 every layer and behind the last one; the state after the final norm is what the logits processor is given. The
-observation shares nothing with ``host.capture``.
+observation shares nothing with ``host.capture`` but the search for the stack of layers.
 
 All rows are written to the padding slot of the pool under the padding row of the request table, and no request exists
 yet: a server that passes is as it was before.
@@ -141,13 +141,15 @@ def run_pass(runner: Any, ids: torch.Tensor) -> Pass:
         ids: [T] int64 token ids.
     """
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-    from sglang.srt.runtime_context import get_model
+    from sglang.srt.runtime_context import get_exec, get_model
 
     batch = _prefill(runner, ids)
     with (
         torch.no_grad(),
         _watching(runner.model) as seen,
         get_model().override(shared_experts=runner.model.shared_experts_config),
+        # A fused sum over ranks rounds otherwise than the separate one by which the stream is observed.
+        get_exec().comm.override(flashinfer_allreduce_fusion_backend=None),
         forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=batch),
     ):
         runner._prepare_eager_forward_batch(batch)

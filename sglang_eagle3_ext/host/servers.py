@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 LOG_TAIL_LINES = 25
+
+PORTS = range(20_000, 31_000)
+"""Where a server's port is picked: below what kernels give to outgoing connections (Linux: from 32768 on).
+
+A server binds its port only after it has imported everything; until then no connection may be given it.
+"""
 
 GRACE_S = 10
 """How long a server may take to end when it is asked to."""
@@ -154,10 +161,19 @@ class Server:
 
 
 def free_port() -> int:
-    """Pick a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Pick a port that nobody listens on now and that no connection is given later.
+
+    Raises:
+        ServerError: every port tried is taken.
+    """
+    for port in random.SystemRandom().sample(PORTS, min(100, len(PORTS))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(
+        f"ports {PORTS.start} to {PORTS.stop - 1}: none of those tried is free; expected one for a server. End what "
+        "listens there."
+    )
 
 
 def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:

@@ -55,9 +55,13 @@ class TreeVerifyTritonBackend(TritonAttnBackend):
             self._prepare_graph(len(forward_batch.req_pool_indices), spec_info)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Prepare a replay again, once the draft has built the tree that its plan was made before."""
+        """Read the tree of a replay, once the draft has built it; the plan of the chunks was made before."""
         if cuda_graph_bs is not None:
-            self._prepare_graph(cuda_graph_bs, spec_info)
+            self.tree_verify.read_tree(
+                self.kv_indptr[: cuda_graph_bs + 1],
+                self.tree_verify.mask.buffer,
+                self._target_verify_num_tokens_per_req(spec_info),
+            )
 
     def _prepare_graph(self, requests: int, spec_info: Any) -> None:
         # A replay makes no metadata: a graph knows addresses, and these are theirs.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +59,6 @@ BACKEND = "triton"
 
 HEAD_WIDTHS = range(16, 257)
 """Widths of a key or value head that ``tree_verify_gqa`` has tiles for."""
-
-MIN_CHUNK = 256
-MIN_CHUNK_LATENT = 512
-"""Fewest keys of a chunk; all heads share a latent, so its partial results weigh more."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class _Splits:
     target: int
     buffers: SplitPlan
 
-    def plan(self, kv_indptr: torch.Tensor, min_chunk: int) -> SplitPlan:
+    def plan(self, kv_indptr: torch.Tensor) -> SplitPlan:
         """Plan a batch in the front of the buffers."""
         requests = len(kv_indptr) - 1
         out = SplitPlan(
@@ -109,7 +105,7 @@ class _Splits:
             self.buffers.num_chunks[:requests],
             self.buffers.first_slot[:requests],
         )
-        return plan_splits(kv_indptr, target=self.target, min_chunk=min_chunk, out=out)
+        return plan_splits(kv_indptr, target=self.target, out=out)
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,6 @@ class TreeVerify:
         self.shape = shape
         self.chain = chain
         self._num_draft = num_draft
-        self._min_chunk = MIN_CHUNK if shape.latent_width is None else MIN_CHUNK_LATENT
         self._full = self._splits(shape.full, requests, device)
         self._windowed = self._splits(shape.windowed, requests, device)
         words = -(-num_draft // WORD)
@@ -186,10 +181,21 @@ class TreeVerify:
         """
         plan = window_plan = None
         if self._full is not None:
-            plan = self._full.plan(kv_indptr, self._min_chunk)
+            plan = self._full.plan(kv_indptr)
         if self._windowed is not None and window_kv_indptr is not None:
-            window_plan = self._windowed.plan(window_kv_indptr, self._min_chunk)
+            window_plan = self._windowed.plan(window_kv_indptr)
         self._step = _Step(num_draft, self._ancestors(kv_indptr, mask, num_draft), plan, window_plan)
+
+    def read_tree(self, kv_indptr: torch.Tensor, mask: torch.Tensor, num_draft: int) -> None:
+        """Read the tree of a pass that was prepared before its draft was made; its chunks stay as they were planned.
+
+        Args:
+            kv_indptr: as in :meth:`prepare`, like the others.
+            mask: see there.
+            num_draft: see there.
+        """
+        if self._step is not None:
+            self._step = replace(self._step, bits=self._ancestors(kv_indptr, mask, num_draft))
 
     def _ancestors(self, kv_indptr: torch.Tensor, mask: torch.Tensor | None, num_draft: int) -> torch.Tensor:
         """Give the ancestor bits of a pass, in the front of the static buffer where they fit it."""
@@ -392,7 +398,6 @@ def left_to_stock(model_runner: Any) -> list[str]:
     shape = shape_of(model_runner)
     asked = {
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
-        "--enable-two-batch-overlap, which cuts a mask over the context": (get_exec().overlap.enable_two_batch_overlap),
         "decode context parallelism": get_parallel().attn_dcp_size > 1,
         "a draft that is served by stock's rules, or with no captured states": not isinstance(
             model_runner.spec_aux_config.eagle_aux_hidden_state_layer_ids, AssemblyPlan
@@ -500,7 +505,10 @@ def make_backend(stock: Callable[[Any], Any], model_runner: Any) -> Any:
     _reasons[:] = left_to_stock(model_runner)
     if _reasons:
         if get_parallel().tp_rank == 0:
-            logger.warning("Draft trees are verified by SGLang's own Triton kernel: %s.", "; ".join(_reasons))
+            logger.warning(
+                "Draft trees are verified by SGLang's own Triton kernel: %s. They are verified right; nothing to do.",
+                "; ".join(_reasons),
+            )
         return stock(model_runner)
     from sglang_eagle3_ext.host.triton_backend import TreeVerifyTritonBackend
 

@@ -27,7 +27,7 @@ FLOOR = 0.15
 """Acceptance of the first draft token below which a draft is not merely weak."""
 
 FIRST_STEPS = 500
-"""Verify steps before the first judgement."""
+"""Verify steps of texts that have ended before the first judgement."""
 
 FEWEST_TEXTS = 8
 """Texts before the first judgement."""
@@ -183,9 +183,11 @@ class Watch:
         for tally in before.values():
             self._close(tally)
         self.verify_steps += len(accepted)
-        if self.alarm is not None or self.verify_steps < self._due:
+        # Of closed texts: what is still open is not judged, and many open ones must not bring the judgement forward.
+        judged = self._feature.chances
+        if self.alarm is not None or judged < self._due or self._feature.texts < FEWEST_TEXTS:
             return None
-        self._due = self.verify_steps * LOOKS
+        self._due = judged * LOOKS
         self.alarm = self._judge()
         return self.alarm
 

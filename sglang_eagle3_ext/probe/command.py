@@ -107,13 +107,20 @@ def _probe(
         if args.features is None:
             _write_features(args, spec, target, file, engine)
         features = Features.open(file)
+        if args.features is not None:
+            _say(_search_lines(spec, features.num_layers, len(features.answers)))
         if features.target and Path(features.target).name != Path(args.target).name:
-            _say([f"{file}: was written by {features.target}, got --target {args.target}; only sizes were compared"])
+            _say(
+                [
+                    f"{file}: got states of {features.target} for --target {args.target}; expected those of the same "
+                    "target, and compared sizes only. Check that they are one model."
+                ]
+            )
         if features.steps < args.steps:
             _say(
                 [
-                    f"{file}: knows {features.steps} tokens past each answer, fewer than --steps {args.steps}; the "
-                    "last verify step of each answer may count too little"
+                    f"{file}: got {features.steps} tokens past each answer; expected --steps {args.steps}, since the "
+                    "last verify step of each answer may count too little else. Capture anew, or give fewer --steps."
                 ]
             )
         result = probe(
@@ -124,6 +131,7 @@ def _probe(
             seed=args.seed,
             with_curves=args.plot is not None,
             progress=stack.enter_context(_bars()),
+            name=args.draft,
         )
         if args.json:
             sys.stdout.write(json.dumps(_without_nan(report.as_json(result)), indent=2) + "\n")
@@ -325,26 +333,33 @@ def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: in
 
 def _announce_sizes(spec: DraftSpec, layers: int, prompts: int, rows: int, size: int, file: Path) -> None:
     """Say how much there is to write, to keep and to search, and refuse where the disk has no room for it."""
-    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
-
     room = shutil.disk_usage(file.absolute().parent).free
     if size > room:
         raise CheckpointError(
             f"{file}: the states need up to {size / 1e9:.1f} GB, got {room / 1e9:.1f} GB free; expected room for "
             "them. Take less text with --tokens, or another place with --save-features or TMPDIR."
         )
+    _say(
+        [
+            f"{prompts} prompts, up to {rows:,} tokens with their answers",
+            f"disk: up to {size / 1e9:.1f} GB in {file.parent}",
+            *_search_lines(spec, layers, prompts),
+        ]
+    )
+
+
+def _search_lines(spec: DraftSpec, layers: int, prompts: int) -> list[str]:
+    """Say what the search is going to take."""
+    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
+
     # Once as it is kept and once while it is read; what it borrows comes from the target.
     draft = 2 * sum(4 * math.prod(info.shape) for info in spec.tensors.values())
     draft += 4 * spec.vocab.target * spec.hidden_size * ((spec.embed == "target") + (spec.lm_head == "target"))
     bound = search_bound(layers, max(1, spec.num_sources), sizes(min(STAGES[-1], max(1, prompts // 2))))
-    _say(
-        [
-            f"{prompts} prompts, up to {rows:,} tokens with their answers; then a search in which the draft reads at "
-            f"most {bound:,} answers, usually less than a tenth of that",
-            f"disk: up to {size / 1e9:.1f} GB in {file.parent}; memory: {draft / 1e9:.1f} GB for the draft and up to "
-            f"{PROJECTION_BYTES / 1e9:.1f} GB for projections",
-        ]
-    )
+    return [
+        f"search: the draft reads at most {bound:,} answers, usually less than a tenth of that",
+        f"memory: {draft / 1e9:.1f} GB for the draft and up to {PROJECTION_BYTES / 1e9:.1f} GB for projections",
+    ]
 
 
 def _configure(
@@ -354,7 +369,12 @@ def _configure(
     from sglang_eagle3_ext.probe.verdict import sources
 
     if result.verdict == "none_explains":
-        _say(["nothing was written, because no assembly explains this draft"])
+        _say(
+            [
+                f"{args.draft}: nothing was written, got no assembly that explains it; expected one. Check that "
+                f"{args.target} is the target it was trained for."
+            ]
+        )
         return
     chosen = result.best
     if result.verdict == "declared_right" and result.declared is not None:

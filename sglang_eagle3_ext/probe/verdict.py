@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,6 +197,7 @@ def probe(
     seed: int = 0,
     with_curves: bool = False,
     progress: Callable[[str, int], Callable[[int], object]] = lambda what, total: lambda done: None,
+    name: str | None = None,
 ) -> Probe:
     """Find out which assembly a draft was trained with.
 
@@ -207,6 +209,7 @@ def probe(
         seed: of the choice of answers and of the random starts.
         with_curves: whether to measure ``Probe.curves``.
         progress: is called with a name and a total, and returns what advances it.
+        name: the draft in the user's words, such as a Hub id, for the advice; the folder by default.
 
     Returns:
         What was found.
@@ -298,7 +301,8 @@ def probe(
         spec, facts, features.answers, steps, measured.get("declared"), measured.get("stock"), best, gain, shares,
         curves, verdict, "", undeclared, undecided, search.alike,
     )  # fmt: skip
-    return replace(result, advice=_advise(result, plan.origins.get("boundaries", "default"), str(draft)))
+    named = str(draft) if name is None else name
+    return replace(result, advice=_advise(result, plan.origins.get("boundaries", "default"), named))
 
 
 def check_pair(spec: DraftSpec, target: str | Path, features: Features | None = None) -> None:
@@ -462,7 +466,13 @@ def spell_switches(switches: Switches) -> str:
 
 
 def _advise(result: Probe, origin: str, draft: str) -> str:
-    """Say in one sentence what to do."""
+    """Say in one sentence what to do.
+
+    Args:
+        result: what was found, without advice.
+        origin: where the declared boundaries come from.
+        draft: the draft as the user names it, a folder or a Hub id.
+    """
     n, best = result.target.num_layers, result.best
     found = f"[{', '.join(sources(best.places, n))}]"
     if result.verdict == "none_explains":
@@ -492,4 +502,8 @@ def _advise(result: Probe, origin: str, draft: str) -> str:
         )
     else:
         start = f"Served with [{', '.join(sources(result.declared.places, n))}], trained with {trained}"
-    return f"{start}: run sglang-eagle3 configure {draft} {' '.join(sets)}, or probe with --write."
+    command = f"sglang-eagle3 configure {shlex.quote(draft)} {' '.join(sets)}"
+    if not Path(draft).expanduser().is_dir():
+        # What lies in the Hub's cache is shared, and is not written to.
+        return f"{start}: run {command} --out DIR, and serve DIR."
+    return f"{start}: run {command}, or probe with --write."

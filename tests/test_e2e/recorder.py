@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,10 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 TOKENS = 40
+WRONG_SOURCES = (
+    "--json-model-override-args", json.dumps({"eagle3_ext": {"sources": ["layer1", "layer14", "layer26"]}})
+)  # fmt: skip
+METRICS = "--enable-metrics"
 LOOKAHEAD = 3
 """Tokens that the run without speculation writes beyond an answer, so that the last verify step is known."""
 
@@ -72,12 +77,18 @@ class Recorder:
         "plugin_on_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT_KERNELS": "off"}),
         "plugin_off_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT": "off"}),
         "misread": Kind("demo", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
+        "wrong": Kind("demo", (*servers.CHAIN, *WRONG_SOURCES, METRICS), tokens=60, prompts=24, clients=4),
     }
 
     def log(self, name: str) -> str:
         """Return what a server of this kind logged."""
         self(name)
         return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def metrics(self, name: str) -> str:
+        """Return what a server of this kind exported to Prometheus in the end."""
+        self(name)
+        return (self.folder / f"{name}.prom").read_text()
 
     def __call__(self, name: str) -> list[servers.Answer]:
         """Return a server's greedy answers in float32, prompt by prompt."""
@@ -97,4 +108,8 @@ class Recorder:
             servers.serve(log, words, command=kind.command, env=kind.env) as server,
             ThreadPoolExecutor(kind.clients) as clients,
         ):
-            return list(clients.map(lambda p: servers.complete(server, p, kind.tokens), self.prompts[: kind.prompts]))
+            got = list(clients.map(lambda p: servers.complete(server, p, kind.tokens), self.prompts[: kind.prompts]))
+            if METRICS in kind.flags:
+                with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+                    (self.folder / f"{name}.prom").write_bytes(response.read())
+            return got

@@ -17,13 +17,22 @@ from sglang_eagle3_ext.reference import capture_hf, load, simulate_chain
 
 pytestmark = [pytest.mark.host, pytest.mark.e2e]
 
-PROMPTS, NEW, STEPS = 10, 24, 3
+STEPS = 3
 
 
-def test_sglang_writes_the_states_of_transformers(tmp_path: Path, target: Path, draft: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "new", "more"),
+    [
+        pytest.param(10, 24, [], id="one rank"),
+        pytest.param(4, 8, ["--tp-size", "2"], id="two ranks", marks=pytest.mark.soak),
+    ],
+)
+def test_sglang_writes_the_states_of_transformers(
+    tmp_path: Path, target: Path, draft: Path, count: int, new: int, more: list[str]
+) -> None:
     """More prompts than rows fit into a chunk, so that prompts are cut and mixed with answers."""
     said: list[str] = []
-    prompts = read_prompts()[:PROMPTS]
+    prompts = read_prompts()[:count]
     with FeatureWriter(tmp_path / "f", target=str(target), steps=STEPS) as writer:
         capture_elsewhere(
             write_states,
@@ -31,17 +40,17 @@ def test_sglang_writes_the_states_of_transformers(tmp_path: Path, target: Path, 
             encode(prompts, target),
             [prompt.group for prompt in prompts],
             writer,
-            max_new_tokens=NEW,
+            max_new_tokens=new,
             steps=STEPS,
             dtype=torch.float32,
-            flags=["--chunked-prefill-size", "64", "--enable-mixed-chunk"],
+            flags=["--chunked-prefill-size", "64", "--enable-mixed-chunk", *more],
             say=said.append,
             progress=lambda done: None,
         )
     assert [line.startswith("SGLang is up: about ") for line in said] == [True]
 
     features = Features.open(tmp_path / "f")
-    assert len(features.answers) == PROMPTS
+    assert len(features.answers) == count
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     n = model.config.num_hidden_layers
     reference = load(draft, target=target)
@@ -50,7 +59,7 @@ def test_sglang_writes_the_states_of_transformers(tmp_path: Path, target: Path, 
         difference = (answer.states - expected)[:-1].abs().amax((0, 2)) / expected[:-1].abs().amax((0, 2))
         assert difference.max() <= 1e-4, difference
         written = answer.tokens[answer.prompt_length :]
-        assert len(written) == NEW + STEPS
+        assert len(written) == new + STEPS
         with torch.inference_mode():
             logits = model(answer.tokens[None]).logits[0, answer.prompt_length - 1 : -1]
             # The other token of a near tie would be as right.

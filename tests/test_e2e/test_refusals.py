@@ -15,31 +15,58 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.e2e
 
-# Put on PYTHONPATH, this makes the contract ask SGLang for a symbol that it lacks, as a later release might.
-BROKEN = """
+# Put on PYTHONPATH as ``sitecustomize``, this changes one module of the package as soon as it has been executed.
+CHANGES = """
+import functools
 import sys
 from importlib.machinery import PathFinder
+{change}
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "sglang_eagle3_ext.host.contract":
+        if name != {module!r}:
             return None
         spec = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
         def exec_module(module):
             execute(module)
-            gone = module.Row("sglang.srt.server_args.gone", "call", (), "start", "show a broken contract", "never")
-            module.ROWS += (gone,)
+            change(module)
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Finder())
 """
 
+# The contract asks SGLang for a symbol that it lacks, as a later release might.
+BROKEN = """
+def change(contract):
+    gone = contract.Row("sglang.srt.server_args.gone", "call", (), "start", "show a broken contract", "never")
+    contract.ROWS += (gone,)
+"""
+
+# The capture hands out its first two states in each other's place, as a fault of ours would.
+SWAPPED = """
+def change(capture):
+    hand_out = capture._hand_out
+    def swap_and_hand_out(stack, plan, states):
+        hand_out(stack, plan, states)
+        forward = stack.forward
+        @functools.wraps(forward)
+        def swapped(*args, **kwargs):
+            hidden_states, (first, second, *others) = forward(*args, **kwargs)
+            return hidden_states, [second, first, *others]
+        stack.forward = swapped
+    capture._hand_out = swap_and_hand_out
+"""
+
+
+def changed(folder: Path, module: str, change: str) -> dict[str, str]:
+    """Give the environment in which a module of the package is changed."""
+    (folder / "sitecustomize.py").write_text(CHANGES.format(module=module, change=change))
+    return {"PYTHONPATH": str(folder)}
+
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("broken")
-    (folder / "sitecustomize.py").write_text(BROKEN)
-    return {"PYTHONPATH": str(folder)}
+    return changed(tmp_path_factory.mktemp("broken"), "sglang_eagle3_ext.host.contract", BROKEN)
 
 
 def lines_of(error: str) -> list[str]:
@@ -109,6 +136,10 @@ def with_algorithm(name: str) -> Callable[[list[str], Path], list[str]]:
     return lambda words, draft: [name if w == "EAGLE3" else w for w in words]
 
 
+def adding(*more: str) -> Callable[[list[str], Path], list[str]]:
+    return lambda words, draft: [*words, *more]
+
+
 def without_draft(words: list[str], draft: Path) -> list[str]:
     return [w for w in words if w not in ("--speculative-draft-model-path", str(draft))]
 
@@ -136,6 +167,9 @@ REFUSALS = {
         declaring(sources=["embed", "layer3", "layer15"], strict=True),
         lambda words, draft: [*words[:-1], "7"],
     ),
+    "pipeline parallelism": Refusal(("--pipeline-parallel-size: got 2",), words=adding("--pp-size", "2")),
+    "two-batch overlap": Refusal(("--enable-two-batch-overlap: got it",), words=adding("--enable-two-batch-overlap")),
+    "multiplexed prefill": Refusal(("--enable-pdmux: got it",), words=adding("--enable-pdmux")),
     "broken contract": Refusal(
         ("sglang.srt.server_args.gone", "sglang-eagle3 doctor"), command=servers.LAUNCH, broken=True
     ),
@@ -175,6 +209,17 @@ def test_refuses_with_a_clear_line_for_each_problem(ends: dict[str, tuple[int, s
     # A broken contract is told by every process that looked; the launch ends with the last line.
     assert REFUSALS[name].broken or len(lines) == REFUSALS[name].problems, lines
     assert all(part in " ".join(lines) for part in REFUSALS[name].named), lines
+
+
+def test_states_in_each_others_place_stop_the_server(target: Path, draft: Path, tmp_path: Path) -> None:
+    """The proof at start, on a real server: nothing else would tell."""
+    words = servers.arguments(target, draft, *servers.CHAIN)
+    env = changed(tmp_path, "sglang_eagle3_ext.host.capture", SWAPPED)
+    code, error = servers.run_to_exit(words, command=servers.LAUNCH, env=env, cwd=tmp_path)
+    assert code != 0
+    assert "embedding (boundary 0): got layer 3 output;" in error
+    assert "layer 3 output (boundary 4): got embedding;" in error
+    assert "ready to roll" not in error
 
 
 # ---- launches that must fall back to stock ------------------------------------------------------------------

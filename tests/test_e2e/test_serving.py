@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from recorder import TOKENS, Recorder
 from servers import Answer
+
+from sglang_eagle3_ext.spec import Boundary
 
 pytestmark = pytest.mark.e2e
 
@@ -50,9 +53,11 @@ def test_stock_reading_is_bit_identical_to_stock(answers: Recorder, ours: str, s
     assert "fc <-" not in answers.log(stock)
 
 
+@pytest.mark.parametrize(("name", "boundaries"), [("chain", [0, 4, 16]), ("misread", [2, 15, 27])])
 def test_reference_predicts_the_served_accept_counts(
-    answers: Recorder, prompts: list[list[int]], target: Path, draft: Path
+    answers: Recorder, prompts: list[list[int]], target: Path, draft: Path, name: str, boundaries: list[Boundary]
 ) -> None:
+    """Also of stock SGLang, which reads the draft its own way."""
     from transformers import AutoModelForCausalLM
 
     from sglang_eagle3_ext import reference
@@ -60,14 +65,15 @@ def test_reference_predicts_the_served_accept_counts(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     oracle = reference.load(draft, target=target)
     total = None
+    got = answers(name)
     with torch.inference_mode():
-        for prompt, answer in zip(prompts, answers("baseline"), strict=True):
+        for prompt, answer, _ in zip(prompts, answers("baseline"), got, strict=False):
             tokens = torch.tensor([*prompt, *answer.ids])
-            features = reference.capture_hf(model, tokens, [0, 4, 16])
+            features = reference.capture_hf(model, tokens, boundaries)
             result = reference.simulate_chain(oracle, tokens, features, len(prompt), steps=3, completion_tokens=TOKENS)
             total = result if total is None else total + result
     assert total is not None
-    served = histogram(answers("chain"), steps=3)
+    served = histogram(got, steps=3)
     difference = sum(abs(a - b) for a, b in zip(served, total.histogram, strict=True))
     assert difference <= 0.01 * sum(served), f"served {served}, predicted {list(total.histogram)}"
 
@@ -78,3 +84,31 @@ def test_start_up_block_names_the_assembly(answers: Recorder) -> None:
     assert "[0, 4, 16]" in log
     assert "from eagle3_ext" in log
     assert "fc <- [layer 15 output | embedding | layer 3 output]" in answers.log("permuted")
+    (seconds,) = re.findall(r"equal the residual stream, \d+ tokens, ([0-9.]+) s", log)
+    assert float(seconds) < 2
+
+
+# ---- the watch ----------------------------------------------------------------------------------------------
+
+
+def test_the_watch_warns_of_a_wrong_assembly_and_not_of_the_right_one(answers: Recorder) -> None:
+    (line,) = [line for line in answers.log("wrong").splitlines() if "sglang-eagle3 probe" in line]
+    assert "acceptance of the first draft token, got 0." in line
+    assert "expected 0.15 and more" in line
+    assert " --target " in line
+    assert "sglang-eagle3 probe" not in answers.log("chain")
+
+
+def test_every_position_is_counted_beside_sglangs_own_metrics(answers: Recorder) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [s for family in text_string_to_metric_families(answers.metrics("wrong")) for s in family.samples]
+    (own,) = [s for s in samples if s.name == "sglang:spec_accept_length"]
+    counts = histogram(answers("wrong"), steps=3)
+    for kind, expected in (
+        ("correct", [sum(counts[i:]) for i in (1, 2, 3)]),
+        ("proposed", [sum(counts)] * 3),
+    ):
+        found = [s for s in samples if s.name == f"sglang:spec_num_{kind}_drafts_per_position_total"]
+        assert {s.labels["position"]: s.value for s in found} == dict(zip("123", expected, strict=True)), kind
+        assert all(own.labels.items() <= s.labels.items() for s in found)

@@ -24,9 +24,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -301,7 +301,13 @@ QWEN3_VL_MOE_TEXT = text("Qwen3VLMoeTextConfig", EXPERTS, MROPE)
 
 CASES = [
     llama("LlamaForCausalLM"),
-    llama("Phi3ForCausalLM"),
+    Case(
+        "Phi3ForCausalLM",
+        "llama",
+        text("LlamaConfig", HEADS),
+        "Phi3Model",
+        hf_config=text("Phi3Config", HEADS, rms_norm_eps=1e-6),
+    ),
     llama("InternLM3ForCausalLM"),
     llama("IQuestCoderForCausalLM"),
     llama("TeleFLMForCausalLM", "teleflm"),
@@ -444,7 +450,8 @@ CASES = [
         "Gemma4UnifiedForConditionalGeneration",
         "gemma4_unified",
         wrapped("Gemma4Config", text("Gemma4TextConfig", GEMMA4), **SPECIAL_TOKENS),
-        "Gemma4TextModel",
+        "Gemma4UnifiedTextModel",
+        hf_config=text("Gemma4UnifiedTextConfig", GEMMA4),
         blank=("Gemma4UnifiedVisionEmbedder", "Gemma4UnifiedMultimodalEmbedder"),
     ),
     Case("Llama4ForCausalLM", "llama4", text("Llama4TextConfig", LLAMA4), "Llama4TextModel", ("pair", "pair")),
@@ -605,10 +612,13 @@ def test_every_class_with_a_setter_of_stocks_is_a_case() -> None:
     assert len(BY_NAME) == len(CASES)
 
 
-def test_interns1_pro_cannot_be_built_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interns1_pro_cannot_be_built_by_sglang(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, dict[str, Any]]
+) -> None:
     case = Case(BROKEN, "interns1pro", wrapped("Qwen3VLMoeConfig", QWEN3_VL_MOE_TEXT), **QWEN3_VL)
     with pytest.raises(TypeError, match="unexpected keyword argument 'start_layer'"):
         build(case, monkeypatch)
+    results[BROKEN] = note(()) | {"why": "SGLang cannot build it"}
 
 
 @pytest.fixture(scope="session")
@@ -617,8 +627,7 @@ def results() -> Iterator[dict[str, dict[str, Any]]]:
     found: dict[str, dict[str, Any]] = {}
     yield found
     if file := os.environ.get("CAPTURE_RESULTS"):
-        versions = {"sglang": version("sglang"), "transformers": version("transformers"), "torch": torch.__version__}
-        Path(file).write_text(json.dumps({"schema": 1, "versions": versions, "classes": found}, indent=1) + "\n")
+        Path(file).write_text(json.dumps({"classes": found}, indent=1) + "\n")
 
 
 def note(serves: Sequence[Boundary], snapshot: bool = False, hf: str | None = None, worst: float | None = None) -> Any:
@@ -899,7 +908,7 @@ def test_qwen4_exp_serves_nothing(
     target = build(case, monkeypatch)
     with pytest.raises(UnsupportedError, match="Qwen4ExpForConditionalGeneration cannot serve .* expected .* none"):
         capture.install(target.model, plan_for(draft, (0, 2)))
-    results[case.architecture] = note(())
+    results[case.architecture] = note(()) | {"why": "refused"}
 
 
 @pytest.mark.parametrize(
@@ -918,6 +927,23 @@ def test_refuses_other_targets(
     plan = plan_for(draft, (0, 2), layers=layers)
     with pytest.raises(UnsupportedError, match=re.escape(words)):
         capture.configure_capture(lambda **_call: None, model=target, eagle_aux_hidden_state_layer_ids=plan)
+
+
+class ForeignModel(nn.Module):
+    """What SGLang's class for MindSpore looks like: a setter of EAGLE-3's, and no module of PyTorch's behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SimpleNamespace(layers=[object()] * LAYERS)
+
+    def set_eagle3_layers_to_capture(self, layer_ids: Sequence[int] | None = None) -> None:
+        """Take stock's ids."""
+
+
+def test_refuses_a_model_without_modules(draft: DraftSpec, results: dict[str, dict[str, Any]]) -> None:
+    with pytest.raises(UnsupportedError, match="got a target of class ForeignModel; expected one whose decoder"):
+        capture.install(ForeignModel(), plan_for(draft, (0, 2)))
+    results["MindSporeForCausalLM"] = note(()) | {"why": "refused: no PyTorch modules"}
 
 
 def test_a_plan_of_stocks_stays_stocks() -> None:

@@ -300,9 +300,28 @@ def test_a_state_that_never_comes_is_no_matter_of_the_proof(worker: Any, runner:
             proof.prove(worker, plan)
     finally:
         stage.prepare = waits
-    assert "EAGLE3_EXT=off" in str(caught.value)
+    assert "sglang-eagle3 export DRAFT --for stock" in str(caught.value)
     assert "PROOF" not in str(caught.value)
     assert proof.prove(worker, plan).problems == ()
+
+
+def test_the_stream_is_observed_without_fused_sums(
+    worker: Any, runner: Any, plan: AssemblyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel may round otherwise than the sum that the observation makes by itself."""
+    from sglang.srt.runtime_context import get_exec
+
+    forward, seen = runner.model.forward, []
+
+    def forward_and_look(*args: Any, **kwargs: Any) -> Any:
+        seen.append(get_exec().comm.flashinfer_allreduce_fusion_backend)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(runner.model, "forward", forward_and_look)
+    with get_exec().comm.override(flashinfer_allreduce_fusion_backend="auto"):
+        assert proof.prove(worker, plan).problems == ()
+        assert get_exec().comm.flashinfer_allreduce_fusion_backend == "auto"
+    assert seen == [None, None]
 
 
 def test_a_failed_proof_is_in_the_block_and_stops_the_start(
@@ -382,10 +401,10 @@ def sizes(runner: Any) -> tuple[int, int | None]:
     return eagle_utils.get_draft_input_from_target_hidden_dim(runner), carried
 
 
-NAMES = ["embed", "layer2", "layer5", "last", "final_norm"]
+NAMES = ["embed", "layer2", "layer5", "last", "final_norm", "layer1", "layer3", "layer4"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(
     "stale",
     [

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import write_draft
 
 from sglang_eagle3_ext.errors import CheckpointError
@@ -156,3 +157,32 @@ def test_a_llama_type_draft_gets_a_backend_of_its_own_beside_a_latent_one(tmp_pa
     assert resolved(llama, attention_backend="fa3") is None
     assert resolved(latent, attention_backend="flashmla") is None
     assert len(caplog.records) == 2
+
+
+@pytest.mark.host
+def test_sglangs_own_arguments_have_the_flags_that_are_asked_for(tmp_path):
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    draft = spec(tmp_path)
+    assert found(resolving_view(ServerArgs(model_path="target")), None, draft) == []
+    for changes, code in (
+        ({"pp_size": 2}, "pipeline_parallel"),
+        ({"enable_two_batch_overlap": True}, "two_batch_overlap"),
+        ({"enable_pdmux": True}, "prefill_multiplexing"),
+        ({"enable_multi_layer_eagle": True}, "multi_layer_eagle"),
+    ):
+        assert found(resolving_view(ServerArgs(model_path="target", **changes)), None, draft) == [("error", code)]
+
+
+@pytest.mark.host
+def test_a_wrong_key_hides_no_value_that_is_no_number(tmp_path):
+    from sglang.srt.server_args import ServerArgs
+
+    draft = write_draft(
+        tmp_path, config_changes={"fc_norm": 3}, tensor_changes={"fc.weight": torch.full((32, 96), torch.nan)}
+    )
+    args = ServerArgs(model_path="target", speculative_algorithm="EAGLE3", speculative_draft_model_path=str(draft))
+    with pytest.raises(CheckpointError) as raised:
+        launcher.check_draft(args)
+    assert [finding.code for finding in raised.value.findings] == ["config_type", "not_finite"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_eagle3_ext.host.servers import Server, ServerError, running, signals_as_exit, stop
+from sglang_eagle3_ext.host import servers
+from sglang_eagle3_ext.host.servers import Server, ServerError, free_port, running, signals_as_exit, stop
 
 STAND_IN = """
 import http.server, os, signal, subprocess, sys
@@ -196,3 +198,21 @@ def test_the_printed_command_runs_in_a_shell(tmp_path: Path):
     one = Server("one", [sys.executable, "-c", show, "--x", "a b"], tmp_path / "log", {"A": "1"}, port=7)
     out = subprocess.run(one.shell_command(), shell=True, capture_output=True, text=True, env=dict(os.environ))
     assert out.stdout == "1 ['--x', 'a b', '--port', '7']\n"
+
+
+def test_no_outgoing_connection_is_given_a_port_we_picked() -> None:
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low = int(given.read_text().split()[0]) if given.exists() else 32_768
+    picked = {free_port() for _ in range(50)}
+    assert max(picked) < low
+    assert len(picked) > 40
+
+
+def test_a_port_somebody_listens_on_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(servers, "PORTS", range(port, port + 1))
+        with pytest.raises(ServerError, match=f"ports {port} to {port}: none of those tried"):
+            free_port()

@@ -12,6 +12,7 @@ import torch
 from draft_trees import Batch, Case, excess, make_batch, offsets, oracle
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
+from sglang_eagle3_ext.kernels.arch import H200
 
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import verify
@@ -57,6 +58,16 @@ def tree_verify_of(name: str, requests: int = REQUESTS) -> TreeVerify:
     latent = case.value_width if name.startswith("latent") else None
     shape = Shape(heads, heads if case.window else None, latent, case.dtype, case.kv_dtype or case.dtype)
     return TreeVerify(shape, requests=requests, num_draft=case.num_draft, chain=case.chain, device=CPU)
+
+
+def test_a_long_context_of_one_request_fills_the_device() -> None:
+    """Kimi-K2.5 on one of eight ranks: one latent for all heads, so that chunks alone make programs."""
+    shape = Shape(Heads(8, 1, 576, 512), None, 512, torch.bfloat16, torch.bfloat16)
+    tree_verify = TreeVerify(shape, requests=1, num_draft=8, chain=True, device=CPU)
+    tree_verify.prepare(torch.tensor([0, 32768], dtype=torch.int32), None, None, 8)
+    assert tree_verify._step is not None
+    assert tree_verify._step.plan is not None
+    assert 120 <= int(tree_verify._step.plan.num_chunks.sum()) <= H200.multiprocessors
 
 
 def windowed(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +253,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand for the settings that SGLang publishes in a scheduler."""
     made = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
-        overlap=SimpleNamespace(enable_two_batch_overlap=False),
         parallel=SimpleNamespace(attn_dcp_size=1, tp_rank=0),
         spec=SimpleNamespace(speculative_num_draft_tokens=8, speculative_eagle_topk=4),
     )
@@ -330,10 +340,9 @@ def test_what_they_do_not_take_is(settings: SimpleNamespace, runner: dict[str, A
 
 def test_every_reason_is_given_at_once(settings: SimpleNamespace) -> None:
     settings.deterministic.enable_deterministic_inference = True
-    settings.overlap.enable_two_batch_overlap = True
     settings.parallel.attn_dcp_size = 2
     reasons = verify.left_to_stock(Runner(layer(head_dim=512), layer(head_dim=512), layer(xai_temperature_len=5)))
-    assert len(reasons) == len(set(reasons)) == 5
+    assert len(reasons) == len(set(reasons)) == 4
     assert reasons[0] == "not served together with --enable-deterministic-inference"
 
 
@@ -352,7 +361,8 @@ def test_the_decision_is_taken_once_and_logged(settings: SimpleNamespace, caplog
         assert verify.make_backend(lambda _: made, runner) is made
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "Draft trees are verified by SGLang's own Triton kernel: the target has heads of 512 and 512 columns."
+        "Draft trees are verified by SGLang's own Triton kernel: the target has heads of 512 and 512 columns. They are "
+        "verified right; nothing to do."
     )
     assert verify.describe(runner) == "SimpleNamespace alone: the target has heads of 512 and 512 columns"
 

@@ -18,7 +18,7 @@ from sglang_eagle3_ext.host.watch import Spread, Watch, comparable
 from sglang_eagle3_ext.spec import Expected
 
 SEQUENCES = Path(__file__).parents[2] / "benchmarks" / "watch" / "sequences.json"
-TEXTS = json.loads(SEQUENCES.read_text())
+TEXTS = json.loads(SEQUENCES.read_text())["texts"]
 
 
 def counts(assembly: str) -> list[list[int]]:
@@ -125,6 +125,19 @@ def test_recurrent_passes_are_judged_on_their_own():
     assert fired(watching, counts("recurrent_state"), 1000) <= 1000
     assert watching.alarm is not None
     assert watching.alarm.passes == "recurrent"
+
+
+def test_open_texts_bring_no_judgement_forward():
+    watching = Watch([0.9], recorded=False)
+    short, long = list(range(8)), list(range(100, 160))
+    for _ in range(5):
+        assert watching.count([*short, *long], [0] * 68) is None
+    # Eight texts have ended, with 40 steps of 340.
+    for _ in range(3):
+        assert watching.count(long, [0] * 60) is None
+    alarm = watching.count([], [])
+    assert alarm is not None
+    assert alarm.verify_steps == 40 + 60 * 8 >= watch.FIRST_STEPS
 
 
 def test_one_alarm_until_a_restart():

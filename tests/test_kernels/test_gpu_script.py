@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import subprocess
 import sys
@@ -146,8 +147,8 @@ def test_the_shapes_are_those_that_matter() -> None:
     gqa, mla = bench_tree_verify_gqa.SHAPES.values(), bench_tree_verify_mla.SHAPES.values()
     assert {(s.heads, s.kv_heads) for s in gqa} == {(32, 8), (16, 2)}
     for shapes in (gqa, mla):
-        assert {s.context for s in shapes} == {1024, 8192, 32768, 131072}
-        assert {s.batch for s in shapes} == {1, 8, 32}
+        wanted = set(itertools.product((1024, 8192, 32768, 131072), (1, 8, 32))) - {(131072, 32)}
+        assert {(s.context, s.batch) for s in shapes} == wanted
         assert {s.num_draft for s in shapes} >= {8, 16, 64}
         assert any(s.chain for s in shapes)
     assert {(s.sources, s.width) for s in gpu.benchmarks_of(["fc_proj"])["fc_proj"].SHAPES.values()} >= {

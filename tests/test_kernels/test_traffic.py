@@ -37,7 +37,12 @@ def row_tiles(batch: Batch) -> int:
     return -(-rows // tree_verify_gqa_launch(rows, case.width, arch=H200).block_m)
 
 
-def measure(batch: Batch, *, distinct: bool = False, long_steps: bool = False) -> Traffic:
+def plan_of(batch: Batch, kv_heads: int) -> split_merge.SplitPlan:
+    """Make the plan that serving makes for so many kv heads."""
+    return split_merge.plan_splits(batch.kv_indptr, target=chunk_target(kv_heads * row_tiles(batch), arch=H200))
+
+
+def measure(batch: Batch, *, distinct: bool = False, long_steps: bool = False, kv_heads: int = KV_HEADS) -> Traffic:
     """Count what one layer moves; plan and bits belong to the step.
 
     ``long_steps`` walks whole tiles of keys at a time, whatever the device would do: the same bytes in half the time.
@@ -46,7 +51,7 @@ def measure(batch: Batch, *, distinct: bool = False, long_steps: bool = False) -
     tile = tree_verify_gqa_launch(rows, case.width, arch=H200)
     if long_steps:
         tile = replace(tile, block_s=split_merge.TILE)
-    plan = split_merge.plan_splits(batch.kv_indptr, target=chunk_target(KV_HEADS * row_tiles(batch), arch=H200))
+    plan = plan_of(batch, kv_heads)
     bits = split_merge.pack_mask(batch.mask, batch.kv_indptr, case.num_draft)
     with Traffic(distinct=distinct) as traffic, skip_products():
         batch.call(tree_verify_gqa.tree_verify_gqa, plan, bits, launch=tile)
@@ -104,6 +109,25 @@ def test_all_bytes_against_the_lower_bound(lengths: tuple[int, ...], record: Cal
     assert busy >= 120
     shape = f"llama-3.1-8b, {lengths[0]} x {len(lengths)}, {num_draft} tokens"
     figures = {"kv_per_row_tile": 1.0, "total": round(ratio, 3), "bar": 1.10, "busy_programs": busy, "launches": 2}
+    record("traffic", kernel="tree_verify_gqa", shape=shape, **figures)
+
+
+@pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
+def test_with_few_kv_heads_only_what_each_chunk_needs(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
+    """Qwen3-32B on one of four ranks: two kv heads, so that chunks must make the programs, and each brings its sums."""
+    num_draft, heads, width = 8, 8, 128
+    batch = make_batch(Case(lengths, num_draft, heads=heads, kv_heads=1, width=width))
+    traffic = measure(batch, long_steps=True, kv_heads=2)
+    assert traffic.bytes(kernel=KERNEL, arguments=KV) == kv_bytes(batch)
+    chunks = int(plan_of(batch, 2).num_chunks.sum())
+    # queries again, sums in float32 once written and once read
+    each_chunk = num_draft * heads * width * (2 + 2 * 4)
+    assert traffic.bytes() <= 1.03 * (lower_bound(batch) + chunks * each_chunk)
+    busy = 2 * traffic.busy[KERNEL]
+    assert busy == 2 * chunks >= 120
+    shape = f"qwen3-32b tp4, {lengths[0]} x {len(lengths)}, {num_draft} tokens"
+    total = round(traffic.bytes() / lower_bound(batch), 3)
+    figures = {"kv_per_row_tile": 1.0, "total": total, "bar": None, "busy_programs": busy, "launches": 2}
     record("traffic", kernel="tree_verify_gqa", shape=shape, **figures)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
 from sglang_eagle3_ext.host import watch
 from sglang_eagle3_ext.probe import command
-from sglang_eagle3_ext.probe.features import Engine, Features, FeatureWriter
+from sglang_eagle3_ext.probe.features import Engine, Features, FeatureWriter, state_bytes
 from sglang_eagle3_ext.reference import capture_hf
 
 WRONG = {"eagle3_ext": {"sources": ["layer1", "layer4", "layer7"]}}
@@ -57,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """Write a draft with a wrong declaration, its target and a feature file."""
     folder = tmp_path_factory.mktemp("pair")
     target = write_target(folder / "target")
-    draft = write_draft(folder / "draft", config_changes=WRONG)
+    draft = write_draft(folder / "a draft", config_changes=WRONG)
     with FeatureWriter(folder / "features", target="target", steps=3) as writer:
         for answer in features(load(draft, target), (0, 4, 7)).answers:
             writer.append(answer)
@@ -69,8 +70,12 @@ def test_prints_one_object_with_the_documented_keys(
 ) -> None:
     draft, target, file = pair
     assert run("probe", draft, "--target", target, "--features", file, "--json") == 1
-    got: dict[str, Any] = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "search: the draft reads at most" in printed.err
+    assert "memory: 0.0 GB for the draft and up to" in printed.err
+    got: dict[str, Any] = json.loads(printed.out)
     assert got["verdict"] == "other_found"
+    assert f"run sglang-eagle3 configure '{draft}' --set sources=embed,layer3,layer6, or probe" in got["advice"]
     assert got["best"]["sources"] == ["embed", "layer3", "layer6"]
     assert got["best"]["boundaries"] == [0, 4, 7]
     assert got["declared"]["boundaries"] == [2, 5, 8]
@@ -117,6 +122,22 @@ def test_runs_a_target_and_keeps_its_states(tmp_path: Path, capsys: pytest.Captu
     assert not (draft / "config.json.bak").exists()
     assert run("probe", draft, "--target", tmp_path / "target", "--features", tmp_path / "kept") == 1
     assert capsys.readouterr().out == first.out
+
+
+def test_a_disk_without_room_is_said_before_the_target_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_target_of_8_layers(tmp_path / "target")
+    draft = write_draft(tmp_path / "draft")
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([[i, i + 1] for i in range(8)]))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"the states need up to 0\.\d GB, got 0\.0 GB free; expected room"):
+        run("probe", draft, "--target", tmp_path / "target", "--prompts", prompts, "--max-new-tokens", 8)
+
+
+def test_a_large_target_is_announced_as_it_is() -> None:
+    assert 4096 * state_bytes(61, 7168, torch.bfloat16) == 3_699_376_128
+    assert "about 3.7 GB" in (Path(__file__).parents[2] / "docs/probe.md").read_text()
 
 
 def test_what_another_engine_writes_is_what_transformers_writes(
@@ -240,7 +261,7 @@ def test_states_of_another_target_and_few_steps_are_said(
     other.symlink_to(target)
     assert run("probe", draft, "--target", other, "--features", file, "--write") == 1
     said = capsys.readouterr().err
-    assert "was written by target, got --target" in said
+    assert "got states of target for --target" in said
     assert "the watch of a server trusts it as if it were 5000" in said
 
 

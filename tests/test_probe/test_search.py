@@ -16,7 +16,7 @@ from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.probe.features import Features
 from sglang_eagle3_ext.probe.report import as_text
 from sglang_eagle3_ext.probe.search import beyond_chance
-from sglang_eagle3_ext.probe.verdict import Probe, probe, sources
+from sglang_eagle3_ext.probe.verdict import Probe, _advise, probe, sources
 
 LAYERS = 8
 
@@ -60,7 +60,10 @@ def test_finds_the_planted_assembly(
         assert result.declared == result.best
         assert "The assembly is right" in result.advice
     else:
-        assert f"--set sources={','.join(sources(planted, LAYERS))}" in result.advice
+        command = f"--set sources={','.join(sources(planted, LAYERS))}"
+        assert f"{command}, or probe with --write." in result.advice
+        # What the Hub's cache holds is not written to.
+        assert f"configure org/draft {command} --out DIR, and serve DIR." in _advise(result, "config", "org/draft")
 
 
 QUICK_SWITCHES = ("recurrent_state", "vocab_map")
@@ -70,6 +73,7 @@ SWITCHES: list[tuple[str, Any, dict[str, Any]]] = [
     ("rope_theta", 10000.0, {"rope_theta": 3.0}),
     ("vocab_map", "absolute", {}),
     ("norms", "per_source", {"fc_norm": False}),
+    ("norms", "concatenation", {"norm_before_fc": False}),
 ]
 
 
@@ -88,7 +92,12 @@ def test_finds_the_switch(tmp_path: Path, target: Path, key: str, truth: Any, ch
         tensors["norm.weight"] = torch.rand(32, generator=torch.Generator().manual_seed(4)) * 3
     if key == "norms":
         g = torch.Generator().manual_seed(5)
-        tensors |= {f"fc_norm.{k}.weight": 1 + 0.3 * torch.randn(32, generator=g) for k in range(3)}
+        norms = [1 + 0.3 * torch.randn(32, generator=g) for _ in range(3)]
+        tensors |= (
+            {f"fc_norm.{k}.weight": norm for k, norm in enumerate(norms)}
+            if truth == "per_source"
+            else {"input_norm.weight": torch.cat(norms)}
+        )
     save_file(tensors, file)
     answers = 96 if key == "recurrent_state" else 48
     result = probe(folder, target, features(load(folder, target, **{key: truth}), (2, 4, 5), answers=answers))

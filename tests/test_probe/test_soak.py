@@ -1,12 +1,16 @@
 """Drafts trained for seconds on tiny targets of other families: the probe is told nothing and finds all.
 
-Run by hand: ``pytest -m soak tests/test_probe``.
+Run by hand: ``pytest -m soak tests/test_probe``, or ``python -m benchmarks.probe.measure pairs``, which keeps what is
+found: ``PAIRS_RESULTS`` names the file.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ from sglang_eagle3_ext import reference
 from sglang_eagle3_ext.formats import read_draft, read_tensors
 from sglang_eagle3_ext.probe.features import Features, FeatureWriter, capture
 from sglang_eagle3_ext.probe.search import Candidates, Scorer, beyond_chance
-from sglang_eagle3_ext.probe.verdict import probe
+from sglang_eagle3_ext.probe.verdict import Probe, probe, sources
 from sglang_eagle3_ext.reference import ReferenceDraft
 
 pytestmark = pytest.mark.soak
@@ -120,10 +124,33 @@ def name(pair: Pair) -> str:
     return f"{pair.family}-{pair.layers}-{'-'.join(map(str, pair.places))}"
 
 
+@pytest.fixture(scope="session")
+def results() -> Iterator[dict[str, Any]]:
+    """Collect what was found of each pair."""
+    found: dict[str, Any] = {}
+    yield found
+    if file := os.environ.get("PAIRS_RESULTS"):
+        Path(file).write_text(json.dumps(found))
+
+
+def note(pair: Pair, result: Probe) -> dict[str, Any]:
+    """Put down what was found of a pair."""
+    return {
+        "trained": sources(pair.places, pair.layers),
+        "vocabulary": f"{pair.draft_vocab} of {VOCAB}{', absolute map' if pair.absolute else ''}",
+        "found": sources(result.best.places, pair.layers),
+        "verdict": result.verdict,
+        "accept_length": round(result.best.total.accept_length, 3),
+        "first_choice": [round(share, 3) for share in result.agreement],
+        "alike": [sources(alike, pair.layers) for alike in result.alike],
+    }
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=name)
-def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
+def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair, results: dict[str, Any]) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)
+    results[name(pair)] = note(pair, result)
     # Only a draft that has learned something says which assembly it wants.
     assert result.agreement[0] > 0.3, result.agreement
     assert result.best.places == pair.places
@@ -132,9 +159,10 @@ def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", ALIKE, ids=name)
-def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair) -> None:
+def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair, results: dict[str, Any]) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)
+    results[name(pair)] = note(pair, result)
     assert result.verdict == "other_found"
     for place, best, alike in zip(pair.places, result.best.places, result.alike, strict=True):
         assert place in (best, *alike)
@@ -146,9 +174,10 @@ def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair) -> N
     assert not beyond_chance(scorer.per_answer(pair.places, ()) - best, 2.0)
 
 
-def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path) -> None:
+def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path, results: dict[str, Any]) -> None:
     draft, _, _ = write_pair(PAIRS[0], tmp_path)
     (tmp_path / "other").mkdir()
     target, _, features = write_texts("llama", 4, tmp_path / "other", seed=5)
     result = probe(draft, target, features)
+    results[f"{name(PAIRS[0])}, another target"] = note(PAIRS[0], result)
     assert result.verdict == "none_explains", result.agreement

@@ -511,7 +511,8 @@ class ServedDraft(nn.Module):
             for name, shard in sorted(expected - filled, key=str)
         ]
         problems += [
-            f"{spec.path}:{name}: was announced by the file's header and never arrived. Check the file."
+            f"{spec.path}:{name}: got no such tensor, which the file's header announces; expected all of them. Copy or "
+            "export the draft again."
             for name in sorted(set(spec.weights) - seen)
         ]
         return problems

@@ -1,0 +1,43 @@
+"""docs/watch.md and its committed figures: of this draft, these thresholds, and as good as the page says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.stamp import demo_draft
+from benchmarks.watch import simulate
+from sglang_eagle3_ext.host import watch
+
+RESULT: dict[str, Any] = json.loads(simulate.RESULT.read_text())
+GROSS = ("stock_default", "story", "order_210", "last")
+
+
+def test_the_page_shows_the_committed_figures() -> None:
+    page = simulate.PAGE.read_text()
+    assert simulate.render(page, RESULT) == page, "run: python -m benchmarks.watch.simulate --render"
+
+
+def test_the_figures_are_of_this_draft_and_these_thresholds() -> None:
+    replayed = json.loads(simulate.SEQUENCES.read_text())
+    assert replayed["draft_sha256"] == RESULT["draft_sha256"] == demo_draft()
+    settings = {"deviations": watch.DEVIATIONS, "far": watch.FAR, "far_deviations": watch.FAR_DEVIATIONS}
+    assert RESULT["settings"].items() >= (settings | {"floor": watch.FLOOR}).items()
+    for name, shares in RESULT["accept_per_position"].items():
+        measured = simulate.recorded(simulate.texts(simulate.SEQUENCES, name))
+        assert shares == pytest.approx(measured, abs=1e-4), name
+
+
+def test_what_the_page_promises() -> None:
+    """Small errors are not among it: the page says that no threshold on accepted counts tells them apart."""
+    fired = RESULT["fired"]
+    for kind in ("mixed", "drift", "floor"):
+        assert fired[kind]["right"]["5000"] <= 0.01
+        for name in GROSS:
+            assert fired[kind][name]["1000"] >= 0.95, (kind, name)
+    for kind in ("mixed", "drift"):
+        for name in ("order_021", "residual", "recurrent_state"):
+            assert fired[kind][name]["5000"] >= 0.98, (kind, name)
+    assert fired["floor"]["weak"]["10000"] == 0
