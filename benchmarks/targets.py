@@ -32,6 +32,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "classes": Part(ROOT / "tests" / "test_host" / "capture_targets.py", "CAPTURE_RESULTS"),
+    "own": Part(ROOT / "tests" / "test_host" / "own_layers.py", "OWN_RESULTS"),
     "ranks": Part(ROOT / "tests" / "test_host" / "tensor_parallel.py", "RANKS_RESULTS"),
     "load": Part(ROOT / "tests" / "test_host" / "features_under_load.py", "LOAD_RESULTS"),
     "kimi": Part(ROOT / "tests" / "test_e2e" / "test_kimi.py", "KIMI_RESULTS"),
@@ -61,7 +62,7 @@ states for the same weights and functions (largest difference in units of the la
 
 NOTES = """
 - **Hyper-connections** (GLM-5-Next with `mhc`): between layers the stream is several times as wide as the target.
-  Boundaries 1 to n - 1 are refused when the target loads. The ends are served; they were not run on a CPU.
+  Boundaries 1 to n - 1 are refused when the target loads. The ends are served; they were run with two streams.
 - **Qwen4-Exp**: its wrapper puts streams of its own in the place of captured states, so nothing can be served; refused.
 - **Gemma-3**: stock captures a layer's contribution without its residual; only the embedding comes out right there.
 - **Deepstack** (Qwen3-VL and its kin): visual features that are added behind layers 0 to 2 are in boundaries 1 to 3,
@@ -77,6 +78,21 @@ NOTES = """
   captured states from its stack; otherwise it is refused when the target loads.
 - States whose rows are not those of the batch (expert parallelism that leaves each rank a slice) stop the server with
   an error.
+"""
+
+OWN = """
+## Attention and experts of their own
+
+These were brought up with a draft by SGLang's workers on the CPU platform, on one rank, in float32, with all that their
+layers compute. States of whole prompts, of chunks, of requests beside each other and of single tokens were compared
+with transformers' for the same weights (four of the classes on two ranks, too: next section):
+
+| target class | largest difference, in units of the largest value |
+|---|---|
+{rows}
+The others were not. Layers with windows, attention sinks, gated delta networks or experts on Triton do not run on that
+platform; some classes share their layers with one in this table; of a few (Apertus, DeepSeek-V2, GLM-4-MoE-Lite, Phi-3)
+SGLang and transformers did not compute the same layers from the files that the test wrote.
 """
 
 RANKS = """
@@ -172,7 +188,7 @@ def page(results: dict[str, Any]) -> str:
     classes = results["classes"]["classes"]
     every = max(len(found["serves"]) for found in classes.values())
     layers = max(found["layers"] for found in classes.values())
-    ranks, load, kimi = results.get("ranks"), results.get("load"), results.get("kimi")
+    own, ranks, load, kimi = (results.get(name) for name in ("own", "ranks", "load", "kimi"))
     alike = set(ranks["classes"]) if ranks is not None else set()
     rows = [
         row(name, found, STOCK_READINGS.get(name.split()[0]), every, name in alike)
@@ -180,6 +196,9 @@ def page(results: dict[str, Any]) -> str:
     ]
     text = INTRODUCTION.format(layers=layers, sglang=results["classes"]["versions"]["sglang"]) + "".join(rows)
     text += f"\n{measured_on(results['classes'])}\n{NOTES}"
+    if own is not None:
+        served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in own["served"].items())
+        text += f"{OWN.format(rows=''.join(served))}\n{measured_on(own)}\n"
     if ranks is not None:
         served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in ranks["served"].items())
         text += f"{RANKS.format(rows=''.join(served))}\n{measured_on(ranks)}\n"

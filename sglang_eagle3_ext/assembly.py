@@ -6,6 +6,7 @@ nowhere else; how stock SGLang reads them on each target class is one table, ``S
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -436,6 +437,55 @@ def _differences(
     else:
         return further
     return (first, *further)
+
+
+def plan_pair(
+    draft: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    target_revision: str | None = None,
+) -> AssemblyPlan:
+    """Read a draft and its target, and plan how to serve the one on the other.
+
+    Args:
+        draft: local folder or Hub id.
+        target: the same.
+        revision: branch, tag or commit of the draft on the Hub.
+        target_revision: the same for the target.
+
+    Returns:
+        A plan without errors.
+
+    Raises:
+        CheckpointError: what is wrong with either of them and between them, all at once.
+    """
+    from sglang_eagle3_ext import formats
+
+    findings: list[Finding] = []
+    spec: DraftSpec | None = None
+    facts: TargetFacts | None = None
+    remains: CheckpointError | None = None
+    try:
+        spec = formats.read_draft(draft, revision=revision)
+    except CheckpointError as error:
+        findings += error.findings
+        remains = error
+    try:
+        facts = formats.read_target(target, revision=target_revision)
+    except CheckpointError as error:
+        findings += error.findings
+    if spec is not None and facts is not None:
+        made = plan(spec, facts)
+        check(made)
+        return made
+    if remains is not None:
+        findings += findings_of_remains(remains, facts)
+    if spec is not None:
+        # A target that cannot be read may have said what stock's default is.
+        known = (f for f in findings_without_target(spec) if f.code != "no_sources_declared")
+        findings = [*known, *findings]
+    raise CheckpointError.from_findings(findings)
 
 
 def findings_of_remains(error: CheckpointError, target: TargetFacts | None) -> tuple[Finding, ...]:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from sglang_eagle3_ext import assembly
 from sglang_eagle3_ext.errors import CheckpointError, UnsupportedError
-from sglang_eagle3_ext.formats import IGNORED, read_draft, read_pair, read_target, read_tensors
+from sglang_eagle3_ext.formats import IGNORED, read_draft, read_target, read_tensors
 from sglang_eagle3_ext.formats.flat import STOCK_ARCHITECTURE, STOCK_MLA_ARCHITECTURE
 from sglang_eagle3_ext.formats.folder import locate, read_json
 from sglang_eagle3_ext.formats.values import in_parts, not_finite
@@ -254,8 +254,8 @@ def _judge(folder: Path, text: str, target: TargetFacts | None) -> tuple[DraftSp
         try:
             spec = read_draft(scratch)
         except CheckpointError as error:
-            message = str(error).replace(scratch, str(folder))
-            raise CheckpointError(message, rename(error.findings)) from None
+            findings = rename((*error.findings, *assembly.findings_of_remains(error, target)))
+            raise CheckpointError.from_findings(findings) from None
     spec = replace(
         spec,
         path=str(folder),
@@ -341,9 +341,8 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    spec, target = read_pair(args.draft, args.target, revision=args.revision, target_revision=args.target_revision)
-    plan = assembly.plan(spec, target)
-    assembly.check(plan)
+    plan = assembly.plan_pair(args.draft, args.target, revision=args.revision, target_revision=args.target_revision)
+    spec = plan.spec
     name = ENGINES[args.engine]
     reasons = list(_reasons(args.engine, plan))
     if reasons:

@@ -46,7 +46,6 @@ __all__ = [
     "READERS",
     "check_values",
     "read_draft",
-    "read_pair",
     "read_target",
     "read_tensors",
 ]
@@ -208,43 +207,6 @@ def _has_fc(folder: Path) -> bool:
         return any(name.endswith("fc.weight") for name in headers(folder, []))
     except CheckpointError:
         return False
-
-
-def read_pair(
-    draft: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    target_revision: str | None = None,
-) -> tuple[DraftSpec, TargetFacts]:
-    """Read a draft and its target, and report what is wrong with either of them at once.
-
-    Args:
-        draft: local folder or Hub id.
-        target: the same.
-        revision: branch, tag or commit of the draft on the Hub.
-        target_revision: the same for the target.
-
-    Returns:
-        The facts of both.
-
-    Raises:
-        CheckpointError: one of them, or both, cannot be read.
-    """
-    findings: list[Finding] = []
-    spec: DraftSpec | None = None
-    facts: TargetFacts | None = None
-    try:
-        spec = read_draft(draft, revision=revision)
-    except CheckpointError as error:
-        findings += error.findings
-    try:
-        facts = read_target(target, revision=target_revision)
-    except CheckpointError as error:
-        findings += (*(() if spec is None else spec.findings), *error.findings)
-    if spec is None or facts is None:
-        raise CheckpointError.from_findings(findings)
-    return spec, facts
 
 
 def read_tensors(spec: DraftSpec, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -433,12 +433,9 @@ def compare(
         CheckpointError: the draft cannot be served on this target.
         ServerError: a server died or did not answer.
     """
-    plan = assembly.plan(
-        *formats.read_pair(
-            settings.draft, settings.target, revision=settings.revision, target_revision=settings.target_revision
-        )
+    plan = assembly.plan_pair(
+        settings.draft, settings.target, revision=settings.revision, target_revision=settings.target_revision
     )
-    assembly.check(plan)
     dtype = served_dtype(settings)
     servers, left_out = make_servers(settings, plan)
     for name, reason in left_out.items():

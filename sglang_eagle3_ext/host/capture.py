@@ -215,6 +215,22 @@ def final_norm(
     return original(hidden_states, forward_batch, layernorm, capture if point is None else point.capture, **call)
 
 
+def embed_and_head(
+    original: Callable[..., tuple[Any, Any]], target_model: nn.Module, *, draft_model: nn.Module | None = None
+) -> tuple[Any, Any]:
+    """Lend the draft a target's embedding and head (AROUND ``resolve_target_embed_and_head``).
+
+    SGLang's Qwen2-MoE takes ids of EAGLE-3's and then lacks the method that hands these two to a draft.
+    """
+    if hasattr(target_model, "get_embed_and_head") or not hasattr(draft_model, "plan"):
+        return original(target_model, draft_model=draft_model)
+    found = find_language_model(target_model)
+    lent = [getattr(found and found[1], "embed_tokens", None), getattr(target_model, "lm_head", None)]
+    if None in lent:
+        return original(target_model, draft_model=draft_model)
+    return lent[0].weight, lent[1].weight
+
+
 def _hand_out(stack: Any, plan: AssemblyPlan, states: dict[Boundary, torch.Tensor]) -> None:
     """Have a stack return the captured states beside its output, in capture order.
 

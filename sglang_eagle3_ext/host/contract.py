@@ -53,6 +53,7 @@ PLAN_SEAM = (
 CAPTURE_SEAM = (
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture"
 )
+EMBED_SEAM = "sglang.srt.speculative.pp_draft_embedding.resolve_target_embed_and_head"
 FINAL_NORM_SEAM = "sglang.srt.layers.layer_boundary.residual.batch.final_norm"
 BACKENDS_SEAM = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 REPORT_SEAM = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backends"
@@ -473,6 +474,14 @@ ROWS: tuple[Row, ...] = (
         "start",
         "capture boundary n, the stream before the final norm",
         "SGLang captures the state after the last layer on every class",
+    ),
+    Row(
+        EMBED_SEAM,
+        "hook",
+        ("target_model", "draft_model"),
+        "start",
+        "lend a draft the embedding of a target whose class has no method for it",
+        "SGLang's Qwen2MoeForCausalLM has get_embed_and_head",
     ),
     Row(
         BACKENDS_SEAM,

@@ -80,6 +80,7 @@ def place_hooks() -> None:
     HookRegistry.register(contract.PLAN_SEAM, config.resolve_plan, HookType.AFTER)
     HookRegistry.register(contract.CAPTURE_SEAM, capture.configure_capture, HookType.AROUND)
     HookRegistry.register(contract.FINAL_NORM_SEAM, capture.final_norm, HookType.AROUND)
+    HookRegistry.register(contract.EMBED_SEAM, capture.embed_and_head, HookType.AROUND)
     HookRegistry.register(contract.BACKENDS_SEAM, startup.register_backend, HookType.BEFORE)
     HookRegistry.register(contract.REPORT_SEAM, startup.report, HookType.AFTER)
     if read_switches().watch:

@@ -57,7 +57,7 @@ def read_prompts(file: Path | None = None) -> tuple[Prompt, ...]:
 
     Args:
         file: a list of prompts, or an object ``{group: [prompts]}``; a prompt is a string, ``{"prompt": ...}`` or a
-            list of token ids. By default the package's own: eight groups of forty-two.
+            list of token ids. By default the package's own: eight groups of thirty-seven.
 
     Returns:
         The prompts, the groups taking turns, so that the first N are as varied as all.

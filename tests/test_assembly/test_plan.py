@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import write_draft
+from checkpoints import write_draft, write_target
 
 from sglang_eagle3_ext import assembly, formats
 from sglang_eagle3_ext.errors import CheckpointError
@@ -243,6 +243,36 @@ def test_all_errors_are_raised_at_once(tmp_path):
         "vocab_size",
     }
     assert len(str(raised.value).splitlines()) == 5
+
+
+def test_a_pair_is_read_and_planned(tmp_path):
+    draft, served = write_draft(tmp_path / "d"), write_target(tmp_path / "t")
+    p = assembly.plan_pair(draft, served)
+    assert (p.spec.path, p.target.path) == (str(draft), str(served))
+
+
+def test_a_pair_with_the_problems_of_both(tmp_path):
+    draft, served = write_draft(tmp_path / "d"), write_target(tmp_path / "t")
+    with pytest.raises(CheckpointError) as raised:
+        assembly.plan_pair(served, draft)
+    assert [f.code for f in raised.value.findings] == ["dialect_unknown", "target_is_draft"]
+
+
+def test_a_wrong_key_does_not_hide_a_wrong_target(tmp_path):
+    draft = write_draft(tmp_path / "d", config_changes={"eagle3_ext": {"sorces": []}})
+    served = write_target(tmp_path / "t", hidden=48, vocab=97)
+    with pytest.raises(CheckpointError) as raised:
+        assembly.plan_pair(draft, served)
+    assert [f.code for f in raised.value.findings] == ["eagle3_ext", "target_width", "vocab_size"]
+
+
+def test_a_broken_target_hides_nothing_of_the_draft(tmp_path):
+    draft = write_draft(tmp_path / "d", config_changes={"eagle3_ext": {"sources": ["embed", "embed", "layer2"]}})
+    served = write_target(tmp_path / "t", config_changes={"num_hidden_layers": 0})
+    with pytest.raises(CheckpointError) as raised:
+        assembly.plan_pair(draft, served)
+    assert {f.code for f in raised.value.findings} >= {"duplicate_source"}
+    assert len(raised.value.findings) == 2
 
 
 def test_a_width_that_disagrees_within_the_checkpoint_is_reported_once(tmp_path):

@@ -747,15 +747,6 @@ def test_a_llama_with_fc_is_a_draft_however_deep_its_config_says_it_is(tmp_path)
     assert formats.read_draft(write_draft(tmp_path, "eagle", config_changes=changes)).format == "eagle"
 
 
-def test_a_pair_is_read_with_the_problems_of_both(tmp_path):
-    draft, target = write_draft(tmp_path / "d"), write_target(tmp_path / "t")
-    spec, facts = formats.read_pair(draft, target)
-    assert (spec.path, facts.path) == (str(draft), str(target))
-    with pytest.raises(CheckpointError) as raised:
-        formats.read_pair(target, draft)
-    assert [f.code for f in raised.value.findings] == ["dialect_unknown", "target_is_draft"]
-
-
 # Targets
 
 

@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
         ),
         pytest.param("capture_targets", {}, id="every target class hands out the states asked for"),
         pytest.param("target_proof", {}, id="captured states are proved before the server is ready"),
+        pytest.param("own_layers", {}, id="so they are by classes with layers of their own", marks=pytest.mark.soak),
         pytest.param("tensor_parallel", {}, id="two ranks compute, capture and prove what one does"),
         pytest.param("features_under_load", {}, id="under load the draft is fed what a plain run has"),
         pytest.param("triton_verify", {}, id="drafts are verified inside SGLang's Triton backend"),

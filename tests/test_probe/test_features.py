@@ -169,7 +169,7 @@ def test_rejects_a_file_whose_parts_do_not_fit(tmp_path: Path) -> None:
 
 def test_the_built_in_prompts_are_varied() -> None:
     prompts = read_prompts()
-    assert len({p.content for p in prompts}) == len(prompts) == 336
+    assert len({p.content for p in prompts}) == len(prompts) == 296
     assert len({p.group for p in prompts[:8]}) == 8
     assert prompts[:8] != prompts[8:16]
 

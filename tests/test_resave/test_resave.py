@@ -146,6 +146,20 @@ def test_errors_are_reported_together_and_write_nothing(draft: Path, argv: list[
     assert tree(draft) == old
 
 
+@pytest.mark.parametrize("command", ["configure", "export"])
+def test_a_wrong_key_does_not_hide_a_wrong_target(tmp_path: Path, capsys, command: str):
+    draft = write_draft(tmp_path / "draft", config_changes={"eagle3_ext": {"sorces": []}})
+    served = write_target(tmp_path / "served", hidden=48, vocab=97)
+    words = {
+        "configure": ["--set", "recurrent_state=pre_norm", "--print"],
+        "export": ["--for", "stock", "--out", tmp_path / "out"],
+    }
+    with pytest.raises(CheckpointError) as raised:
+        run(command, draft, "--target", served, *words[command])
+    assert [f.code for f in raised.value.findings] == ["eagle3_ext", "target_width", "vocab_size"]
+    assert all(str(draft) in f.message or str(served) in f.message for f in raised.value.findings)
+
+
 def test_a_source_that_the_target_lacks_writes_nothing(draft: Path, target: Path):
     old = tree(draft)
     with pytest.raises(CheckpointError, match="layer31"):
