@@ -225,10 +225,10 @@ def embed_and_head(
     if hasattr(target_model, "get_embed_and_head") or not hasattr(draft_model, "plan"):
         return original(target_model, draft_model=draft_model)
     found = find_language_model(target_model)
-    lent = [getattr(found and found[1], "embed_tokens", None), getattr(target_model, "lm_head", None)]
-    if None in lent:
+    embed, head = getattr(found and found[1], "embed_tokens", None), getattr(target_model, "lm_head", None)
+    if embed is None or head is None:
         return original(target_model, draft_model=draft_model)
-    return lent[0].weight, lent[1].weight
+    return embed.weight, head.weight
 
 
 def _hand_out(stack: Any, plan: AssemblyPlan, states: dict[Boundary, torch.Tensor]) -> None:
