@@ -48,7 +48,8 @@ test: $(TEST_READY) target
 soak: $(TEST_READY) target
 	$(PY) -m pytest -m soak
 
-# Interpreter, bytes moved, compile gates; not the tests of what was committed. Leaves .demo/kernels.json. TRITON=/path/to/an/unpacked/wheel takes that Triton.
+# Interpreter, bytes moved, compile gates; not the tests of what was committed. Leaves .demo/kernels.json.
+# TRITON=/path/to/an/unpacked/wheel takes that Triton.
 kernels: $(TEST_READY)
 	$(if $(TRITON),PYTHONPATH=$(abspath $(TRITON))) $(PY) -m pytest -n auto --maxprocesses 2 --dist loadfile -m "not soak" \
 		--kernels-json .demo/kernels.json --ignore tests/test_kernels/test_tables.py tests/test_kernels
