@@ -78,3 +78,4 @@ docs: $(DEMO_READY) target
 	$(PY) -m benchmarks.kernel_tables
 	$(PY) -m benchmarks.probe.render
 	$(PY) -m benchmarks.watch.simulate --render
+	$(PY) -m benchmarks.dialects --render

@@ -91,7 +91,8 @@ def tritons(runs: Sequence[Run]) -> list[str]:
     newest, moved, lines = results(runs[0]), bytes_moved(runs[0]), []
     for run in runs:
         mine, bytes_of_mine, tests = results(run), bytes_moved(run), run["tests"]
-        compiled = [row for row in run.get("resources", ()) if row["matrix_unit"] != "none"]
+        resources = [row for row in run.get("resources", ()) if row["gate"].startswith("tree_")]
+        compiled = [row for row in resources if row["matrix_unit"] != "none"]
         spilling = [row for row in compiled if row["context_spills"]]
         cells = [
             f"{tests['passed']} of {tests['passed'] + tests['failed']}",

@@ -2,7 +2,8 @@
 
 The README's figures come from ``benchmarks/results/demo.json``, a copy of what ``make demo`` leaves in
 ``.demo/demo.json``, those of docs/story.md and its picture from ``pair.json``, a copy of what
-``sglang-eagle3 bench`` leaves for the demo's pair; the example of ``sglang-eagle3 inspect`` is what it prints
+``sglang-eagle3 bench`` leaves for the demo's pair, the sentence of docs/install.md on starting from
+``startup.json``; the example of ``sglang-eagle3 inspect`` is what it prints
 for the demo's draft; the table of SGLang's symbols is the contract that is checked at start.
 """
 
@@ -16,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import startup
 from sglang_eagle3_ext.host import contract, report
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+INSTALL = ROOT / "docs" / "install.md"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 STORY = ROOT / "docs" / "story.md"
 PICTURE = ROOT / "docs" / "story.png"
@@ -68,6 +71,11 @@ def story(result: dict[str, Any]) -> str:
 def render_story(text: str, result: dict[str, Any] | None) -> str:
     """Return docs/story.md with its measured part replaced."""
     return replace_region(text, "story", "No figures are committed yet.\n" if result is None else story(result))
+
+
+def render_install(text: str, result: dict[str, Any] | None) -> str:
+    """Return docs/install.md with its measured sentence replaced."""
+    return replace_region(text, "startup", "Not measured yet.\n" if result is None else startup.sentence(result))
 
 
 def inspect_example() -> str:
@@ -121,4 +129,5 @@ if __name__ == "__main__":
     if pair is not None:
         PICTURE.unlink(missing_ok=True)
         report.picture(pair, PICTURE)
+    INSTALL.write_text(render_install(INSTALL.read_text(), committed(startup.OUT)))
     COMPATIBILITY.write_text(render_compatibility(COMPATIBILITY.read_text()))

@@ -5,7 +5,7 @@ have imported what a launcher imports, interleaved, with the plugin and with it 
 (``SGLANG_PLUGINS`` names no plugin): the call that loads the plugins, and the whole process; in a launcher
 with a draft also the settling of its flags, where the draft is read and checked, with the plugin and with
 ``EAGLE3_EXT=off``. With ``--servers`` also the time from the command to the first answered health check of a server
-with a draft. Writes benchmarks/results/startup.json.
+with a draft. Writes benchmarks/results/startup.json; `make docs` writes docs/install.md's sentence from it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.demo.demo import CPU_FLAGS, DRAFT
 from benchmarks.demo.target import ROOT, make_target
+from benchmarks.stamp import stamp
 from sglang_eagle3_ext.host import bench
 from sglang_eagle3_ext.host.servers import Server, running
 
@@ -113,14 +114,34 @@ def sum_up(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str
     ]
 
 
+def added(result: Mapping[str, Any]) -> dict[str, float]:
+    """Subtract what a process takes without the plugin from what it takes with it: medians, in seconds."""
+    took = {row["name"]: row["process"]["median"] for row in result["processes"]}
+    return {
+        "process": took["with the plugin"] - took["filtered out"],
+        "launcher": took["launcher, with the plugin"] - took["launcher, EAGLE3_EXT=off"],
+    }
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """Say what starting costs."""
+    costs, machine = added(result), result["machine"]
+    return (
+        f"With the plugin a process of SGLang's takes {costs['process']:+.2f} s longer to start, a launcher with the "
+        f"demo's draft, which is read and checked there, {costs['launcher']:+.2f} s (medians of "
+        f"{len(result['processes'][0]['process']['rounds'])} interleaved rounds, {machine['cpu']}, {machine['cores']} "
+        f"cores, {result['date']}). Data: [startup.json](../benchmarks/results/startup.json).\n"
+    )
+
+
 def main() -> None:
     """Take the figures, interleaved, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--servers", type=int, default=3, help="rounds of starting servers (0: none)")
     options = parser.parse_args()
-    machine = bench.machine_facts()
-    if warning := bench.busy(machine):
+    stamped = stamp()
+    if warning := bench.busy(stamped["machine"]):
         print(warning)
     target = make_target()
     processes: dict[str, list[dict[str, float]]] = {name: [] for name in (*PROCESSES, *LAUNCHERS)}
@@ -135,8 +156,7 @@ def main() -> None:
         for name, extra in SERVERS.items():
             servers[name].append(time_server(name, extra, target, ROOT / ".demo"))
     result = {
-        "machine": machine,
-        "versions": bench.versions(),
+        **stamped,
         "unit": "seconds",
         "processes": sum_up(processes),
         "servers": sum_up(servers) if options.servers else [],

@@ -85,12 +85,12 @@ OWN = """
 
 These were brought up with a draft by SGLang's workers on the CPU platform, on one rank, in float32, with all that their
 layers compute. States of whole prompts, of chunks, of requests beside each other and of single tokens were compared
-with transformers' for the same weights (four of the classes on two ranks, too: next section):
+with transformers' for the same weights (four other classes likewise, on one rank and on two: next section):
 
 | target class | largest difference, in units of the largest value |
 |---|---|
 {rows}
-The others were not. Layers with windows, attention sinks, gated delta networks or experts on Triton do not run on that
+The rest were not. Layers with windows, attention sinks, gated delta networks or experts on Triton do not run on that
 platform; some classes share their layers with one in this table; of a few (Apertus, DeepSeek-V2, GLM-4-MoE-Lite, Phi-3)
 SGLang and transformers did not compute the same layers from the files that the test wrote.
 """
@@ -138,8 +138,8 @@ yarn, a vision tower), loaded by SGLang's server on the CPU platform in float32.
 the target's own greedy text, on `{sources}`, which arrive as boundaries {boundaries}. Tokens are those of transformers'
 greedy text without speculation; the accept length is what the reference predicts on that text.
 
-| draft | speculation | answers | verify steps | accept length | predicted |
-|---|---|---|---|---|---|
+| draft | speculation | answers | verify steps | accept length | predicted | proof at start |
+|---|---|---|---|---|---|---|
 """
 
 KINDS = {"latent": "latent attention (MLA)", "grouped": "Llama-type"}
@@ -209,7 +209,7 @@ def page(results: dict[str, Any]) -> str:
         for name, found in kimi["served"].items():
             kind, shape = name.split()
             cells = (KINDS[kind], shape, *(found[k] for k in ("answers", "verify_steps", "accept_length", "predicted")))
-            text += "| " + " | ".join(map(str, cells)) + " |\n"
+            text += "| " + " | ".join(map(str, cells)) + f" | {found['proof_s']} s |\n"
         text += f"\n{measured_on(kimi)}\n"
     return text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 DELETE = object()
 """As a value in ``config_changes``: leave the key out."""
@@ -430,3 +430,23 @@ def write_target(
         metadata={"format": "pt"},
     )
     return folder
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split a checkpoint's one file into two, with an index; return which tensor lies where."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def pickle(folder: Path, **options: Any) -> None:
+    """Put a checkpoint's tensors into a pickle."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **options)
+    (folder / "model.safetensors").unlink()

@@ -115,12 +115,9 @@ def on_ranks(work: Mapping[str, Work], folder: Path, sizes: Sequence[int] = (1, 
     context = multiprocessing.get_context("fork")
     running: dict[int, tuple[str, Any]] = {}
     found: dict[str, dict[int, list[Path]]] = {}
-    ports: set[int] = set()
     for name, do in work.items():
         for size in sizes:
-            while (port := free_port()) in ports:  # nobody listens yet at those given out before
-                pass
-            ports.add(port)
+            port = free_port()
             files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
             found.setdefault(name, {})[size] = files
             for rank, file in enumerate(files):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.probe.measure default          # the command at its default size, told nothing; minutes,
                                                         # on a quiet machine
-    python -m benchmarks.probe.measure picture          # docs/probe.png, by the command with --plot
+    python -m benchmarks.probe.measure picture          # docs/probe.png, by the command with --plot, and its memory
     python -m benchmarks.probe.measure told             # what the copy of a draft says, and what is found
     python -m benchmarks.probe.measure served NAME...   # one server for each assembly, and what the probe predicts
     python -m benchmarks.probe.measure pairs            # drafts trained on tiny targets of other families
@@ -149,7 +149,8 @@ def run_default(target: Path, folder: Path, kept: Path | None, save: Path | None
     stamped = stamp() | {"draft_sha256": demo_draft()}
     flags = [] if save is None else ["--save-features", str(save)]
     began = time.perf_counter()
-    result = json.loads(run_command(copy, target, kept, *flags, threads=threads))
+    said, _ = run_command(copy, target, kept, *flags, threads=threads)
+    result = json.loads(said)
     wall = time.perf_counter() - began
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     for key in ("draft", "target"):
@@ -160,8 +161,8 @@ def run_default(target: Path, folder: Path, kept: Path | None, save: Path | None
     keep("default", {**stamped, **taken, "threads": threads, "text_included": kept is None, "result": result})
 
 
-def run_command(draft: Path, target: Path, kept: Path | None, *flags: str, threads: int) -> str:
-    """Run the command, and return what it prints.
+def run_command(draft: Path, target: Path, kept: Path | None, *flags: str, threads: int) -> tuple[str, int]:
+    """Run the command, and return what it prints, and the most memory it had beside mapped files, in MB.
 
     Raises:
         RuntimeError: it failed.
@@ -169,18 +170,38 @@ def run_command(draft: Path, target: Path, kept: Path | None, *flags: str, threa
     command = [sys.executable, "-m", "sglang_eagle3_ext.cli", "probe", str(draft), "--target", str(target), "--json"]
     command += [*(["--features", str(kept)] if kept is not None else []), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    most = 0
+    with tempfile.TemporaryFile("w+") as said:
+        running_command = subprocess.Popen(command, stdout=said, env=environment)
+        while (code := running_command.poll()) is None:
+            most = max(most, anonymous_mb(running_command.pid))
+            time.sleep(0.2)
+        said.seek(0)
+        printed = said.read()
     # 1 says that something else than what is declared was found.
-    if done.returncode not in (0, 1) or not done.stdout:
-        raise RuntimeError(f"probe: got exit code {done.returncode}; expected 0 or 1 and a result. See what it said.")
-    return done.stdout
+    if code not in (0, 1) or not printed:
+        raise RuntimeError(f"probe: got exit code {code}; expected 0 or 1 and a result. See what it said.")
+    return printed, most
+
+
+def anonymous_mb(pid: int) -> int:
+    """Return the memory of a process that is no page of a file, in MB; 0 where it has just ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return int(found[1]) >> 10 if found else 0
 
 
 def draw_picture(target: Path, folder: Path, kept: Path | None, threads: int) -> None:
-    """Let the command draw the picture of the documentation."""
+    """Let the command draw the picture of the documentation, and keep the memory it took where states were kept."""
     copy = copy_draft(folder / "draft", {"eagle3_ext": None}, as_it_is)
-    run_command(copy, target, kept, "--plot", str(folder / "probe.png"), threads=threads)
+    stamped = stamp() | {"draft_sha256": demo_draft()}
+    _, most = run_command(copy, target, kept, "--plot", str(folder / "probe.png"), threads=threads)
     shutil.copyfile(folder / "probe.png", PICTURE)
+    if kept is not None:
+        keep("memory", {**stamped, "features_mb": kept.stat().st_size >> 20, "anonymous_mb": most})
 
 
 def run_told(target: Path, folder: Path, kept: Path | None) -> None:

@@ -46,6 +46,16 @@ def default(part: dict[str, Any] | None) -> str:
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
+def memory(part: dict[str, Any] | None) -> str:
+    """Say how much memory a search takes beside the file it reads."""
+    if part is None:
+        return NOT_YET
+    return (
+        f"On the demo's pair ({part['features_mb']:,} MB of states) a search had at most {part['anonymous_mb']:,} MB "
+        f"of memory beside mapped files. {DATA}\n"
+    )
+
+
 def told(part: dict[str, Any] | None) -> str:
     """Say what is found in copies that say different things of themselves."""
     if part is None:
@@ -132,7 +142,7 @@ def pairs(part: dict[str, Any] | None) -> str:
 
 def render(page: str, result: dict[str, Any]) -> str:
     """Return docs/probe.md with its measured parts replaced."""
-    for name, write in (("default", default), ("told", told), ("served", served), ("pairs", pairs)):
+    for name, write in (("default", default), ("memory", memory), ("told", told), ("served", served), ("pairs", pairs)):
         page = replace_region(page, name, write(result.get(name)))
     return page
 

@@ -287,5 +287,11 @@ def _llama_differences(folder: Folder, name: str, flat: FlatConfig) -> Iterator[
     """Say in sentences at what stock's Llama-type class stops."""
     if name == STOCK_ARCHITECTURE and "draft_vocab_size" not in folder.config:
         yield "stock stops without the key draft_vocab_size"
+    if (
+        folder.config.get("draft_vocab_size", 0) is None
+        and not flat.tie_word_embeddings
+        and "lm_head.weight" in folder.tensors
+    ):
+        yield "stock puts the target's head in the place of the draft's own, since draft_vocab_size is null"
     if "target_hidden_size" in folder.config and flat.target_hidden_size is None:
         yield "stock stops at target_hidden_size: null"

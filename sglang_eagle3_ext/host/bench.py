@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import sys
@@ -691,6 +692,8 @@ def _run(args: argparse.Namespace) -> int:
     for item in result["differences"]:
         _say(f"  {report.describe(item, result['settings']['dtype'])}")
     drawn = report.picture(result, file.with_suffix(".png"))
+    if command := recording(result):
+        _say(f"\nFor the watch to compare with this while serving: {command}")
     _say(f"\nAll figures: {file}" + (" and bench.png beside it" if drawn else ""))
     if not drawn:
         _say("(No picture: matplotlib is not installed. Install it: pip install matplotlib.)")
@@ -698,6 +701,27 @@ def _run(args: argparse.Namespace) -> int:
     for item in failures:
         sys.stderr.write(f"FAILED: {report.describe(item, result['settings']['dtype'])}\n")
     return int(bool(failures))
+
+
+def recording(result: Mapping[str, Any]) -> str | None:
+    """Write the command that puts the measured acceptance into the draft, as ``eagle3_ext.expected``.
+
+    Args:
+        result: what ``compare`` returned.
+
+    Returns:
+        The command; ``None`` where the draft was not served as trained, or nothing was verified.
+    """
+    measured = next((run for run in result["runs"] if run["name"] == "ours" and run["spec_accept_length"]), None)
+    if measured is None:
+        return None
+    shares = [round(share, 4) for share in measured["spec_accept_rate_per_position"]]
+    expected = {"accept_length": round(measured["spec_accept_length"], 4), "accept_per_position": shares}
+    words = ["sglang-eagle3", "configure", result["settings"]["draft"]]
+    words += ["--set", f"expected={json.dumps(expected | result['settings']['speculation'])}"]
+    if not Path(result["settings"]["draft"]).expanduser().is_dir():
+        words += ["--out", "DIR"]
+    return shlex.join(words)
 
 
 def _say(line: str) -> None:

@@ -221,6 +221,9 @@ def embed_and_head(
     """Lend the draft a target's embedding and head (AROUND ``resolve_target_embed_and_head``).
 
     SGLang's Qwen2-MoE takes ids of EAGLE-3's and then lacks the method that hands these two to a draft.
+
+    Returns:
+        This rank's rows of the embedding [V, M] and of the head [V, M].
     """
     if hasattr(target_model, "get_embed_and_head") or not hasattr(draft_model, "plan"):
         return original(target_model, draft_model=draft_model)

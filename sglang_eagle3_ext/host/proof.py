@@ -149,7 +149,7 @@ def run_pass(runner: Any, ids: torch.Tensor) -> Pass:
         _watching(runner.model) as seen,
         get_model().override(shared_experts=runner.model.shared_experts_config),
         # A fused sum over ranks rounds otherwise than the separate one by which the stream is observed.
-        get_exec().comm.override(flashinfer_allreduce_fusion_backend=None),
+        get_exec().comm.override(flashinfer_allreduce_fusion_backend=None, enable_aiter_allreduce_fusion=False),
         forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=batch),
     ):
         runner._prepare_eager_forward_batch(batch)

@@ -32,6 +32,9 @@ PORTS = range(20_000, 31_000)
 A server binds its port only after it has imported everything; until then no connection may be given it.
 """
 
+_given: set[int] = set()
+"""Ports that were picked in this process: servers that start together have not bound them yet."""
+
 GRACE_S = 10
 """How long a server may take to end when it is asked to."""
 
@@ -161,18 +164,20 @@ class Server:
 
 
 def free_port() -> int:
-    """Pick a port that nobody listens on now and that no connection is given later.
+    """Pick a port that nobody listens on now, that no connection is given later, and that was not picked before.
 
     Raises:
         ServerError: every port tried is taken.
     """
-    for port in random.SystemRandom().sample(PORTS, min(100, len(PORTS))):
+    left = [port for port in PORTS if port not in _given]
+    for port in random.SystemRandom().sample(left, min(100, len(left))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port
     raise ServerError(
-        f"ports {PORTS.start} to {PORTS.stop - 1}: none of those tried is free; expected one for a server. End what "
-        "listens there."
+        f"--port: got none that is free among those tried of {PORTS.start} to {PORTS.stop - 1}; expected one for a "
+        "server. End what listens there."
     )
 
 

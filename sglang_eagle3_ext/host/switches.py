@@ -10,7 +10,9 @@ from sglang_eagle3_ext.errors import UnsupportedError
 _ON = {"on", "1", "true", "yes"}
 _OFF = {"off", "0", "false", "no"}
 
-STOCK_INSTEAD = "serve what `sglang-eagle3 export DRAFT --for stock` writes, with EAGLE3_EXT=off"
+STOCK_INSTEAD = (
+    "serve what `sglang-eagle3 export DRAFT --for stock --target TARGET --out DIR` writes, with EAGLE3_EXT=off"
+)
 """How stock SGLang serves a draft right where this package cannot; switching off alone leaves it to be misread."""
 
 

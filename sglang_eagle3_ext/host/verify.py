@@ -190,9 +190,12 @@ class TreeVerify:
         """Read the tree of a pass that was prepared before its draft was made; its chunks stay as they were planned.
 
         Args:
-            kv_indptr: as in :meth:`prepare`, like the others.
-            mask: see there.
-            num_draft: see there.
+            kv_indptr: [B + 1] int32, where each request's context begins.
+            mask: at least B * Q * Q cells of one byte: which draft tokens see which.
+            num_draft: Q, draft tokens of each request.
+
+        Raises:
+            UnsupportedError: the pass is one of trees and there is no mask.
         """
         if self._step is not None:
             self._step = replace(self._step, bits=self._ancestors(kv_indptr, mask, num_draft))

@@ -132,6 +132,7 @@ def _probe(
             with_curves=args.plot is not None,
             progress=stack.enter_context(_bars()),
             name=args.draft,
+            revision=args.revision,
         )
         if args.json:
             sys.stdout.write(json.dumps(_without_nan(report.as_json(result)), indent=2) + "\n")

@@ -198,6 +198,7 @@ def probe(
     with_curves: bool = False,
     progress: Callable[[str, int], Callable[[int], object]] = lambda what, total: lambda done: None,
     name: str | None = None,
+    revision: str | None = None,
 ) -> Probe:
     """Find out which assembly a draft was trained with.
 
@@ -210,6 +211,7 @@ def probe(
         with_curves: whether to measure ``Probe.curves``.
         progress: is called with a name and a total, and returns what advances it.
         name: the draft in the user's words, such as a Hub id, for the advice; the folder by default.
+        revision: its branch, tag or commit on the Hub, where one was asked for, for the advice.
 
     Returns:
         What was found.
@@ -302,7 +304,7 @@ def probe(
         curves, verdict, "", undeclared, undecided, search.alike,
     )  # fmt: skip
     named = str(draft) if name is None else name
-    return replace(result, advice=_advise(result, plan.origins.get("boundaries", "default"), named))
+    return replace(result, advice=_advise(result, plan.origins.get("boundaries", "default"), named, revision))
 
 
 def check_pair(spec: DraftSpec, target: str | Path, features: Features | None = None) -> None:
@@ -465,7 +467,7 @@ def spell_switches(switches: Switches) -> str:
     return ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in switches)
 
 
-def _advise(result: Probe, origin: str, draft: str) -> str:
+def _advise(result: Probe, origin: str, draft: str, revision: str | None) -> str:
     """Say in one sentence what to do.
 
     Args:
@@ -505,5 +507,6 @@ def _advise(result: Probe, origin: str, draft: str) -> str:
     command = f"sglang-eagle3 configure {shlex.quote(draft)} {' '.join(sets)}"
     if not Path(draft).expanduser().is_dir():
         # What lies in the Hub's cache is shared, and is not written to.
-        return f"{start}: run {command} --out DIR, and serve DIR."
+        version = "" if revision is None else f" --revision {shlex.quote(revision)}"
+        return f"{start}: run {command}{version} --out DIR, and serve DIR."
     return f"{start}: run {command}, or probe with --write."

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import render
+from benchmarks import dialects, render, startup
+from benchmarks.stamp import demo_draft
 from sglang_eagle3_ext.host import report
 
 
@@ -77,3 +78,23 @@ def test_compatibility_names_every_symbol_that_is_touched():
 def test_the_story_is_what_its_result_says():
     text = render.STORY.read_text()
     assert render.render_story(text, render.committed(render.PAIR)) == text, "run: make docs"
+
+
+def test_starting_costs_what_the_page_says_and_less_than_a_second():
+    result = render.committed(startup.OUT)
+    assert result is not None
+    assert max(startup.added(result).values()) <= 1
+    text = render.INSTALL.read_text()
+    assert render.render_install(text, result) == text, "run: make docs"
+
+
+def test_every_dialect_was_served_with_this_draft_in_the_same_steps():
+    result = render.committed(dialects.RESULT)
+    assert result is not None
+    assert result["draft_sha256"] == demo_draft()
+    assert {row["format"] for row in result["served"].values()} == {
+        "speculators", "eagle", "modelopt", "torchspec", "automodel", "angelslim", "vllm",
+    }  # fmt: skip
+    assert len({(row["tokens"], row["verify_steps"]) for row in result["served"].values()}) == 1
+    page = dialects.PAGE.read_text()
+    assert dialects.render(page, result) == page, "run: make docs"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,26 @@ DIALECTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, Any]]:
+    """Collect what was served; kept in the file that ``DIALECTS_RESULTS`` names."""
+    found: dict[str, Any] = {}
+    yield found
+    if file := os.environ.get("DIALECTS_RESULTS"):
+        Path(file).write_text(json.dumps(found))
+
+
 @pytest.mark.parametrize(
     "name", ["speculators", *(pytest.param(name, marks=pytest.mark.soak) for name in DIALECTS if name != "speculators")]
 )
 def test_a_dialect_gives_the_steps_of_the_original(
-    name: str, answers: Recorder, prompts: list[list[int]], draft: Path, target: Path, tmp_path: Path
+    name: str,
+    answers: Recorder,
+    prompts: list[list[int]],
+    draft: Path,
+    target: Path,
+    results: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     dialect = DIALECTS[name]
     folder = tmp_path / name
@@ -116,3 +132,10 @@ def test_a_dialect_gives_the_steps_of_the_original(
     with servers.serve(tmp_path / f"{name}.log", words) as server:
         got = [servers.complete(server, prompt, TOKENS) for prompt in prompts[:PROMPTS]]
     assert got == original
+    tokens, steps = sum(len(a.ids) for a in got), sum(a.verify_steps for a in got)
+    results[name] = {
+        "format": dialect.format,
+        "tokens": tokens,
+        "verify_steps": steps,
+        "accept_length": round(tokens / steps, 4),
+    }

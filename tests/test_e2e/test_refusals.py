@@ -168,6 +168,9 @@ REFUSALS = {
         lambda words, draft: [*words[:-1], "7"],
     ),
     "pipeline parallelism": Refusal(("--pipeline-parallel-size: got 2",), words=adding("--pp-size", "2")),
+    "attention data parallelism": Refusal(
+        ("--attn-dp-size: got 2",), words=adding("--tp-size", "2", "--attn-dp-size", "2")
+    ),
     "two-batch overlap": Refusal(("--enable-two-batch-overlap: got it",), words=adding("--enable-two-batch-overlap")),
     "multiplexed prefill": Refusal(("--enable-pdmux: got it",), words=adding("--enable-pdmux")),
     "broken contract": Refusal(

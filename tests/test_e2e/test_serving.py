@@ -53,6 +53,12 @@ def test_stock_reading_is_bit_identical_to_stock(answers: Recorder, ours: str, s
     assert "fc <-" not in answers.log(stock)
 
 
+def test_what_stock_reads_right_by_ids_is_the_same_to_the_token(answers: Recorder) -> None:
+    """The draft with ids for stock, on stock's operators, against the same draft as it stands, on ours."""
+    by_ids = answers("plugin_off")
+    assert by_ids == answers("chain")[: len(by_ids)]
+
+
 @pytest.mark.parametrize(("name", "boundaries"), [("chain", [0, 4, 16]), ("misread", [2, 15, 27])])
 def test_reference_predicts_the_served_accept_counts(
     answers: Recorder, prompts: list[list[int]], target: Path, draft: Path, name: str, boundaries: list[Boundary]
@@ -66,8 +72,10 @@ def test_reference_predicts_the_served_accept_counts(
     oracle = reference.load(draft, target=target)
     total = None
     got = answers(name)
+    assert len(got) == answers.KINDS[name].prompts
     with torch.inference_mode():
-        for prompt, answer, _ in zip(prompts, answers("baseline"), got, strict=False):
+        plain = answers("baseline")[: len(got)]
+        for prompt, answer in zip(prompts[: len(got)], plain, strict=True):
             tokens = torch.tensor([*prompt, *answer.ids])
             features = reference.capture_hf(model, tokens, boundaries)
             result = reference.simulate_chain(oracle, tokens, features, len(prompt), steps=3, completion_tokens=TOKENS)
@@ -86,6 +94,11 @@ def test_start_up_block_names_the_assembly(answers: Recorder) -> None:
     assert "fc <- [layer 15 output | embedding | layer 3 output]" in answers.log("permuted")
     (seconds,) = re.findall(r"equal the residual stream, \d+ tokens, ([0-9.]+) s", log)
     assert float(seconds) < 2
+
+
+def test_draft_tokens_that_sglang_adjusts_are_said_once(answers: Recorder) -> None:
+    (line,) = [line for line in answers.log("wrong").splitlines() if "--speculative-num-draft-tokens: got 7" in line]
+    assert "SGLang serves with steps 3, topk 1, draft tokens 4; give 4, or other steps." in line
 
 
 # ---- the watch ----------------------------------------------------------------------------------------------

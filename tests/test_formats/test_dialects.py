@@ -73,6 +73,29 @@ def test_what_an_id_means(tmp_path, dialect, ids, listed, layer_ids, order, prod
     assert "top_level_ids" not in codes(spec)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dialect", "format"),
+    [
+        ("LlamaForCausalLMEagle3", "specforge", "eagle"),
+        ("LlamaForCausalLM", "eagle", "eagle"),
+        ("LlamaForCausalLMEagle3Deep", "modelopt_megatron", "modelopt"),
+        ("Eagle3DeepseekV2ForCausalLM", "deepseek", "deepseek"),
+        ("Eagle3LlamaForCausalLM", "angelslim", "angelslim"),
+        ("LlamaEagle3DraftModel", "automodel", "automodel"),
+        ("Eagle3Speculator", "speculators", "speculators"),
+        ("Eagle3DraftModel", "speculators", "speculators"),
+    ],
+)
+def test_every_name_of_a_class_is_read(tmp_path, architecture, dialect, format):
+    spec = formats.read_draft(write_draft(tmp_path, dialect, config_changes={"architectures": [architecture]}))
+    assert (spec.format, spec.architecture) == (format, architecture)
+
+
+def test_a_parallel_draft_is_not_taken_for_one_of_these(tmp_path):
+    with pytest.raises(CheckpointError, match="PEagleDraftModel"):
+        formats.read_draft(write_draft(tmp_path, config_changes={"architectures": ["PEagleDraftModel"]}))
+
+
 def test_modelopt(tmp_path):
     spec = formats.read_draft(write_draft(tmp_path, "modelopt", layers=3))
     assert (spec.format, spec.architecture, spec.producer) == ("modelopt", "LlamaForCausalLMEagle3", "modelopt")

@@ -525,6 +525,12 @@ def test_rope_reads_the_same_in_every_spelling(tmp_path, config, theta, scaling,
     ("config", "tensors", "sizes", "sentence"),
     [
         ({"draft_vocab_size": DELETE}, {}, {}, "stock stops without the key draft_vocab_size"),
+        (
+            {"draft_vocab_size": None},
+            {},
+            {"draft_vocab": 96},
+            "stock puts the target's head in the place of the draft's",
+        ),
         ({"target_hidden_size": None}, {}, {}, "stock stops at target_hidden_size: null"),
         ({"tie_word_embeddings": True}, {}, {}, "stock ties the head to the embedding and drops the stored one"),
         ({"num_hidden_layers": 36}, {}, {}, "stock builds 36 layers, of which the file fills 1"),

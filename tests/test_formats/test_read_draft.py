@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import DELETE, write_draft, write_target
+from checkpoints import DELETE, pickle, shard, write_draft, write_target
 from safetensors.torch import load_file, save_file
 
 from sglang_eagle3_ext import formats
@@ -90,6 +90,17 @@ def test_ids_in_eagle_config(tmp_path):
     assert [s.index for s in spec.sources] == [-1, 3, 6]
     assert spec.stock.ids == (-1, 3, 6)
     assert (spec.layer_ids, spec.origins["sources"], spec.origins["layer_ids"]) == ("stock", "config", "default")
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_ids_at_the_top_level_are_read(tmp_path, both):
+    ids = "eagle_aux_hidden_state_layer_ids"
+    changes = {ids: [-1, 3, 6]} | ({f"eagle_config.{ids}": [-1, 3, 6]} if both else {})
+    spec = formats.read_draft(write_draft(tmp_path, config_changes=changes))
+    assert [s.index for s in spec.sources] == [-1, 3, 6]
+    assert spec.origins["sources"] == "config"
+    assert "ids_disagree" not in codes(spec)
+    assert ("top_level_ids" in codes(spec)) is not both
 
 
 def test_draft_without_fc(tmp_path):
@@ -334,9 +345,8 @@ def test_absolute_map(tmp_path):
 
 def test_pickled_weights_read_the_same(tmp_path):
     pickled, other = write_draft(tmp_path / "a"), write_draft(tmp_path / "b")
-    tensors = load_file(pickled / "model.safetensors")
-    (pickled / "model.safetensors").unlink()
-    torch.save(tensors, pickled / "pytorch_model.bin")
+    pickle(pickled)
+    tensors = load_file(other / "model.safetensors")
     spec, expected = formats.read_draft(pickled), formats.read_draft(other)
     assert {n: (t.shape, t.dtype) for n, t in spec.tensors.items()} == {
         n: (t.shape, t.dtype) for n, t in expected.tensors.items()
@@ -350,23 +360,8 @@ def test_pickled_weights_read_the_same(tmp_path):
 
 def test_pickles_of_the_older_container_are_read(tmp_path):
     path = write_draft(tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    pickle(path, _use_new_zipfile_serialization=False)
     assert formats.read_draft(path).findings == ()
-
-
-def shard(path):
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {}
-    for i, part in enumerate((names[::2], names[1::2])):
-        file = f"model-{i}.safetensors"
-        save_file({name: tensors[name] for name in part}, path / file)
-        weight_map |= dict.fromkeys(part, file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return weight_map
 
 
 def test_shards(tmp_path):

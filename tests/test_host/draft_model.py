@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 import trainers
 import workers
-from checkpoints import write_draft, write_target
+from checkpoints import pickle, shard, write_draft, write_target
 from interpreter import interpret
 from safetensors.torch import load_file
 from sglang_eagle3_ext.kernels import fc_proj, norm_concat
@@ -149,9 +149,13 @@ def put_attention(model: Any) -> None:
 
 
 def draft_config(
-    folder: Path, override: Mapping[str, Any] | None = None, dtype: str = "float32", context: int | None = None
+    folder: Path,
+    override: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    context: int | None = None,
+    **of_the_target: Any,
 ) -> Any:
-    """Let SGLang read a draft's config, beside a target of this context."""
+    """Let SGLang read a draft's config, beside a target of this context and with these keys on the command line."""
     from sglang.srt.configs.model_config import ModelConfig
 
     return ModelConfig(
@@ -160,7 +164,7 @@ def draft_config(
         context_length=context,
         is_draft_model=True,
         speculative_algorithm="EAGLE3",
-        model_override_args=json.dumps({} if override is None else {"eagle3_ext": override}),
+        model_override_args=json.dumps(of_the_target | ({} if override is None else {"eagle3_ext": override})),
     )
 
 
@@ -656,6 +660,13 @@ VARIANTS = {
         says={"vocab.map": "absolute"},
     ),
     "no_map": Variant({"draft_vocab": VOCAB}, says={"vocab.map": "none", "lm_head": "own"}),
+    "own_head_without_a_size": Variant(
+        {"draft_vocab": VOCAB}, {"draft_vocab_size": None}, says={"lm_head": "own"}, unlike={"lm_head": "target"}
+    ),
+    "no_head_with_a_size": Variant({"draft_vocab": VOCAB}, {}, HEAD_DELETED, says={"lm_head": "target"}),
+    "quantisation_of_the_target": Variant(
+        config={"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    ),
     "map_over_the_whole_vocabulary": Variant(
         {"draft_vocab": VOCAB}, tensors={"d2t": torch.zeros(VOCAB, dtype=torch.int64)}, says={"vocab.map": "none"}
     ),
@@ -830,6 +841,32 @@ def test_a_multimodal_rope_serves_text_without_multimodal_positions(
     made.mrope_positions = torch.arange(4) * torch.tensor([[1], [2], [5]])
     put_back(served.model)
     assert not torch.allclose(served.model(ids, torch.arange(4), made).hidden_states, again.hidden_states, atol=1e-3)
+
+
+def test_a_rope_on_the_command_line_is_the_targets_alone(targets: Callable[[int], Target], tmp_path: Path) -> None:
+    target, folder = targets(M), VARIANTS["plain"].at(tmp_path)
+    config = draft_config(folder, rope_theta=7.0, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    plan, model = resolve(config, target), build(config)
+    share(model, target)
+    put_attention(model)
+    served = Served(model, plan, refer(plan.spec, target), target)
+    features = served.features(9)
+    wanted = run_reference(served.reference, passes(), features)
+    assert distance(run_served(model, passes(), served.in_capture_order(features)), wanted) < CLOSE
+    other = refer(change_fields(plan.spec, {"rope.theta": 7.0}), target)
+    assert distance(run_reference(other, passes(), features), wanted) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("put", [shard, pickle], ids=["two shards", "a pickle"])
+def test_files_of_every_form_are_loaded_alike(
+    put: Callable[[Path], Any], targets: Callable[[int], Target], tmp_path: Path
+) -> None:
+    folders = [VARIANTS["permuted"].at(tmp_path / name) for name in ("whole", "other")]
+    put(folders[1])
+    assert not (folders[1] / "model.safetensors").exists()
+    whole, other = (dict(serve(folder, targets(M)).model.named_parameters()) for folder in folders)
+    assert whole.keys() == other.keys()
+    assert all(torch.equal(parameter, other[name]) for name, parameter in whole.items())
 
 
 # ---- what is borrowed ---------------------------------------------------------------------------------------------

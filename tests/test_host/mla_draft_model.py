@@ -240,6 +240,10 @@ VARIANTS = {
         {"target_hidden": 48}, {"fc_norm": True}, {f"fc_norm.{i}.weight": norm(48, i) for i in range(3)}, PERMUTED
     ),
     "no_map": mla({"draft_vocab": VOCAB}, says={"vocab.map": "none", "lm_head": "own"}),
+    "own_head_without_a_size": mla(
+        {"draft_vocab": VOCAB}, {"draft_vocab_size": None}, says={"lm_head": "own"}, unlike={"lm_head": "target"}
+    ),
+    "no_head_with_a_size": mla({"draft_vocab": VOCAB}, {}, HEAD_DELETED, says={"lm_head": "target"}),
 }
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

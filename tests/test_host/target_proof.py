@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -311,17 +312,30 @@ def test_the_stream_is_observed_without_fused_sums(
     """A fused kernel may round otherwise than the sum that the observation makes by itself."""
     from sglang.srt.runtime_context import get_exec
 
-    forward, seen = runner.model.forward, []
+    forward, seen, comm = runner.model.forward, [], get_exec().comm
 
     def forward_and_look(*args: Any, **kwargs: Any) -> Any:
-        seen.append(get_exec().comm.flashinfer_allreduce_fusion_backend)
+        seen.append((comm.flashinfer_allreduce_fusion_backend, comm.enable_aiter_allreduce_fusion))
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(runner.model, "forward", forward_and_look)
-    with get_exec().comm.override(flashinfer_allreduce_fusion_backend="auto"):
+    with comm.override(flashinfer_allreduce_fusion_backend="auto", enable_aiter_allreduce_fusion=True):
         assert proof.prove(worker, plan).problems == ()
-        assert get_exec().comm.flashinfer_allreduce_fusion_backend == "auto"
-    assert seen == [None, None]
+        assert comm.flashinfer_allreduce_fusion_backend == "auto"
+        assert comm.enable_aiter_allreduce_fusion is True
+    assert seen == [(None, False), (None, False)]
+
+
+def test_sglang_makes_backends_and_with_them_our_proof_before_its_graphs(runner: Any) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    scheduler = MagicMock()
+    scheduler.init_all_cuda_graphs.side_effect = InterruptedError
+    with pytest.raises(InterruptedError):
+        Scheduler.init_model_worker(scheduler)
+    scheduler.init_all_attention_backends.assert_called_once_with()
+    Scheduler.init_all_attention_backends(scheduler)
+    scheduler.draft_worker.init_attention_backends.assert_called_once_with()
 
 
 def test_a_failed_proof_is_in_the_block_and_stops_the_start(

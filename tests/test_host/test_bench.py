@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from checkpoints import DELETE, write_draft, write_target
 from safetensors.torch import load_file
 
-from sglang_eagle3_ext import assembly, formats, reference
+from sglang_eagle3_ext import assembly, cli, formats, reference
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.host import bench, report, variants
 from sglang_eagle3_ext.host.measure import Answer, Record
@@ -472,6 +473,21 @@ def test_both_tables_line_up_and_say_it_all(result: dict[str, Any]):
     assert ours[3] == "0.80"
     assert ours[4:] == ("2.00", "1.00")
     assert report.cells(result)[1][-1] == "0 of 1 differing"
+
+
+def test_what_was_measured_can_be_recorded_in_the_draft(tmp_path: Path, result: dict[str, Any]):
+    command = bench.recording(result)
+    assert command is not None
+    program, *words = shlex.split(command)
+    assert program == "sglang-eagle3"
+    assert cli.main(words) == 0
+    expected = formats.read_draft(tmp_path / "draft").expected
+    ours = result["runs"][1]
+    assert expected is not None
+    assert expected.accept_length == pytest.approx(ours["spec_accept_length"], abs=1e-4)
+    assert expected.accept_per_position == pytest.approx(ours["spec_accept_rate_per_position"], abs=1e-4)
+    assert (expected.steps, expected.topk, expected.draft_tokens) == (3, 1, 4)
+    assert bench.recording(result | {"runs": result["runs"][:1]}) is None
 
 
 def test_a_difference_is_described_by_what_was_weighed():

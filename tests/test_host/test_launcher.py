@@ -186,3 +186,12 @@ def test_a_wrong_key_hides_no_value_that_is_no_number(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         launcher.check_draft(args)
     assert [finding.code for finding in raised.value.findings] == ["config_type", "not_finite"]
+
+
+@pytest.mark.host
+def test_no_draft_is_an_error():
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="target", speculative_algorithm="EAGLE3")
+    with pytest.raises(CheckpointError, match="--speculative-draft-model-path: got none"):
+        launcher.check_launch(None, args)

@@ -205,7 +205,7 @@ def test_no_outgoing_connection_is_given_a_port_we_picked() -> None:
     low = int(given.read_text().split()[0]) if given.exists() else 32_768
     picked = {free_port() for _ in range(50)}
     assert max(picked) < low
-    assert len(picked) > 40
+    assert len(picked) == 50
 
 
 def test_a_port_somebody_listens_on_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,5 +214,5 @@ def test_a_port_somebody_listens_on_is_not_picked(monkeypatch: pytest.MonkeyPatc
         listener.listen()
         port = listener.getsockname()[1]
         monkeypatch.setattr(servers, "PORTS", range(port, port + 1))
-        with pytest.raises(ServerError, match=f"ports {port} to {port}: none of those tried"):
+        with pytest.raises(ServerError, match=f"--port: got none that is free among those tried of {port} to {port};"):
             free_port()

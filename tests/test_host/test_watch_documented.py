@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.stamp import demo_draft
 from benchmarks.watch import simulate
-from sglang_eagle3_ext.host import watch
+from benchmarks.watch.measure import walk
 
 RESULT: dict[str, Any] = json.loads(simulate.RESULT.read_text())
 GROSS = ("stock_default", "story", "order_210", "last")
@@ -23,11 +23,15 @@ def test_the_page_shows_the_committed_figures() -> None:
 def test_the_figures_are_of_this_draft_and_these_thresholds() -> None:
     replayed = json.loads(simulate.SEQUENCES.read_text())
     assert replayed["draft_sha256"] == RESULT["draft_sha256"] == demo_draft()
-    settings = {"deviations": watch.DEVIATIONS, "far": watch.FAR, "far_deviations": watch.FAR_DEVIATIONS}
-    assert RESULT["settings"].items() >= (settings | {"floor": watch.FLOOR}).items()
+    assert RESULT["settings"].items() >= simulate.thresholds().items()
     for name, shares in RESULT["accept_per_position"].items():
         measured = simulate.recorded(simulate.texts(simulate.SEQUENCES, name))
         assert shares == pytest.approx(measured, abs=1e-4), name
+
+
+def test_an_answer_is_walked_from_one_verify_step_to_the_next() -> None:
+    assert walk([3, 9, 9, 9, 0, 1], completion_tokens=7) == "301"
+    assert walk([], completion_tokens=1) == ""
 
 
 def test_what_the_page_promises() -> None:

@@ -368,30 +368,16 @@ def make_for_chains(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_chains_are_verified_without_a_mask_at_every_page_size(
-    runner: Any, stock: Any, layer: Any, monkeypatch: pytest.MonkeyPatch, page_size: int
+def test_chains_are_verified_without_a_mask(
+    runner: Any, stock: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = CASE._replace(chain=True)
     batch = draw(runner, layer, chain)
     expected = eager(runner, stock, batch, layer, full_mask(batch, CASE.lengths))
-    monkeypatch.setattr(runner, "page_size", page_size)
     ours = make_for_chains(runner, monkeypatch)
     assert ours.verify_mask.is_read is False
     got = eager(runner, ours, batch, layer, torch.zeros_like(batch.mask))
     torch.testing.assert_close(got, expected, **CLOSE)
-    torch.testing.assert_close(got.double(), oracle(batch), **CLOSE)
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_trees_are_verified_at_every_page_size(
-    runner: Any, layer: Any, monkeypatch: pytest.MonkeyPatch, page_size: int
-) -> None:
-    from sglang_eagle3_ext.host.triton_backend import TreeVerifyTritonBackend
-
-    monkeypatch.setattr(runner, "page_size", page_size)
-    batch = draw(runner, layer)
-    got = eager(runner, TreeVerifyTritonBackend(runner), batch, layer, batch.mask)
     torch.testing.assert_close(got.double(), oracle(batch), **CLOSE)
 
 

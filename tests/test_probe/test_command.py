@@ -131,11 +131,12 @@ def test_a_disk_without_room_is_said_before_the_target_runs(tmp_path: Path, monk
     prompts.write_text(json.dumps([[i, i + 1] for i in range(8)]))
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("sglang_eagle3_ext.probe.features.capture", lambda *_, **__: pytest.fail("the target ran"))
     with pytest.raises(CheckpointError, match=r"the states need up to 0\.\d GB, got 0\.0 GB free; expected room"):
         run("probe", draft, "--target", tmp_path / "target", "--prompts", prompts, "--max-new-tokens", 8)
 
 
-def test_a_large_target_is_announced_as_it_is() -> None:
+def test_the_size_of_a_large_targets_states_is_what_the_page_says() -> None:
     assert 4096 * state_bytes(61, 7168, torch.bfloat16) == 3_699_376_128
     assert "about 3.7 GB" in (Path(__file__).parents[2] / "docs/probe.md").read_text()
 

@@ -52,6 +52,7 @@ PAIRS = (
     Pair("gemma3", 6, (6, 2, 4)),
     Pair("qwen2", 8, (1, 7, 4, 8)),
     Pair("qwen3", 4, (5,)),
+    Pair("qwen2", 6, (0, 3, 6)),
 )
 ALIKE = (
     Pair("gemma2", 4, (1, 4)),
