@@ -73,6 +73,15 @@ def in_turn(shapes: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
     return (pair for each in rounds for pair in each if pair is not None)
 
 
+def left_out(benches: Mapping[str, ModuleType]) -> list[Row]:
+    """Name the shapes that a benchmark leaves out on purpose (its ``LEFT_OUT``), and why."""
+    return [
+        skipped(op, name, "all", reason)
+        for op, bench in benches.items()
+        for name, reason in getattr(bench, "LEFT_OUT", {}).items()
+    ]
+
+
 def destination(folder: Path, device: str, day: datetime.date) -> Path:
     """Name the result; an earlier one of the same day keeps its name."""
     stem = f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}-{day.isoformat()}"
@@ -217,7 +226,7 @@ def main() -> None:
     atexit.register(compiler.terminate)
     benches = benchmarks_of(OPERATORS)
     about = machine(device) | {"matmul_tflops": round(matmul_tflops(device), 1)}
-    rows: list[Row] = []
+    rows = left_out(benches)
     problems: list[str] = []
     for op, name in tqdm(list(in_turn({op: list(bench.SHAPES) for op, bench in benches.items()})), desc="gpu"):
         if time.monotonic() > end:

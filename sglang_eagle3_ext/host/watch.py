@@ -36,7 +36,7 @@ LOOKS = 1.25
 """Judgements come when the verify steps have grown by this factor: a bounded number of chances to be wrong."""
 
 FAR = 0.25
-"""A quarter below a recorded value no category of text lies (the hardest of eight: a fifth)."""
+"""A quarter below a recorded value no category of text lies (of the demo's draft the hardest of eight: an eighth)."""
 
 FAR_DEVIATIONS = 2.0
 """Standard errors that acceptance must lie below that, or below the floor."""

@@ -98,8 +98,11 @@ CALLS = FITS | {
     "llama-3.1-8b, 16 tokens, fp8": verify(4, 8, 128, 16, kv_dtype=E4M3),
     "llama-3.1-8b, 8 tokens, float32": verify(4, 8, 128, 8, dtype=torch.float32, kv_dtype=torch.float32),
 }
-SPILL_BEHIND_LOOPS = {"3.7": ("gemma-2, 16 tokens",)}
+MINOR = triton.__version__.rpartition(".")[0]
+SPILL_BEHIND_LOOPS = {"3.7": ("gemma-2, 16 tokens",), "3.6": ("gemma-2, 16 tokens",)}
 """What spills on Hopper with an older Triton, though not where the context or the draft is read."""
+SPILL_ONCE_A_STEP = {"3.6": ("_pack_mask_kernel",)}
+"""What spills with an older Triton and runs once for all layers of a step."""
 OTHERS = {STEP, LITTLE, *FITS}
 IN_BF16 = [name for name in CALLS if "fp8" not in name and "float32" not in name and name not in OTHERS]
 
@@ -146,14 +149,14 @@ def test_nothing_spills_where_the_context_is_read(arch: int) -> None:
 
 
 def test_nothing_spills_anywhere_on_hopper() -> None:
-    minor = triton.__version__.rpartition(".")[0]
-    spills = {name: attending(90)[name].spills for name in IN_BF16 if name not in SPILL_BEHIND_LOOPS.get(minor, ())}
+    spills = {name: attending(90)[name].spills for name in IN_BF16 if name not in SPILL_BEHIND_LOOPS.get(MINOR, ())}
     assert not any(spills.values()), spills
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_plan_bits_and_merge_spill_nothing(arch: int) -> None:
-    kernels = [(name, k) for name, kernels in compiled(arch).items() for k in kernels if k.kernel != KERNEL]
+    others = (KERNEL, *SPILL_ONCE_A_STEP.get(MINOR, ()))
+    kernels = [(name, k) for name, kernels in compiled(arch).items() for k in kernels if k.kernel not in others]
     assert [(name, k.kernel, k.spills) for name, k in kernels if k.spills] == []
 
 

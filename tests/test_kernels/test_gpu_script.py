@@ -32,6 +32,15 @@ def test_every_operator_has_its_turn_and_every_shape_one() -> None:
     assert sorted(order) == sorted((op, name) for op, names in shapes.items() for name in names)
 
 
+def test_what_is_left_out_on_purpose_is_named() -> None:
+    benches = gpu.benchmarks_of(gpu.OPERATORS)
+    rows = gpu.left_out(benches)
+    assert {row["op"] for row in rows} == {"tree_verify_gqa", "tree_verify_mla"}
+    for row in rows:
+        assert "would not fit" in str(row["skipped"])
+        assert not any(str(name).startswith(str(row["shape"])) for name in benches[str(row["op"])].SHAPES)
+
+
 def test_an_early_end_leaves_shapes_from_the_whole_list() -> None:
     assert [name for _, name in gpu.in_turn({"op": list("abcdefgh")})] == list("aecgbfdh")
     assert sorted(name for _, name in gpu.in_turn({"op": list("abcde")})) == list("abcde")

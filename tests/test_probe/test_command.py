@@ -222,11 +222,12 @@ def test_progress_is_said_where_there_is_no_terminal(
     draft, target, file = pair
     run("probe", draft, "--target", target, "--features", file)
     lines = capsys.readouterr().err.splitlines()
-    done = [int(line.split()[1].replace(",", "")) for line in lines if line.startswith("search: ")]
+    assert lines[0].startswith("search: the draft reads at most ")
+    searched = [line for line in lines if re.fullmatch(r"search: [\d,]+ of at most [\d,]+, \d+ s", line)]
+    done = [int(line.split()[1].replace(",", "")) for line in searched]
     assert len(done) > 5
     assert done == sorted(done)
     assert any(re.fullmatch(r"measure: \d+ of \d+, \d+ s", line) for line in lines)
-    assert re.fullmatch(r"search: [\d,]+ of at most [\d,]+, \d+ s", lines[0])
 
 
 def test_refuses_all_that_is_wrong_at_once(tmp_path: Path) -> None:

@@ -63,7 +63,10 @@ def test_finds_the_planted_assembly(
         command = f"--set sources={','.join(sources(planted, LAYERS))}"
         assert f"{command}, or probe with --write." in result.advice
         # What the Hub's cache holds is not written to.
-        assert f"configure org/draft {command} --out DIR, and serve DIR." in _advise(result, "config", "org/draft")
+        advice = _advise(result, "config", "org/draft", None)
+        assert f"configure org/draft {command} --out DIR, and serve DIR." in advice
+        advice = _advise(result, "config", "org/draft", "a branch")
+        assert f"configure org/draft {command} --revision 'a branch' --out DIR, and serve DIR." in advice
 
 
 QUICK_SWITCHES = ("recurrent_state", "vocab_map")
