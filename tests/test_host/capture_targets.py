@@ -720,11 +720,13 @@ def test_stock_captures_what_the_table_of_its_readings_says(
         assert width < 2 * M
 
 
-@serving_cases
-def test_every_class_lends_its_embedding(case: Case, draft: DraftSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_class_lends_its_embedding(draft: DraftSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang's class has a method for it SGLang's workers call that; one class has none."""
+    modules = {case.architecture: importlib.import_module(f"sglang.srt.models.{case.module}") for case in CASES}
+    lacking = [n for n, module in modules.items() if not hasattr(getattr(module, n), "get_embed_and_head")]
+    assert lacking == ["Qwen2MoeForCausalLM"]
+    case = BY_NAME[lacking[0]]
     target = build(case, monkeypatch)
-    if hasattr(target.model, "get_embed_and_head"):
-        return  # SGLang's workers call it
     served: Any = SimpleNamespace(plan=plan_for(draft, case.serves))
     embed, head = capture.embed_and_head(pytest.fail, target.model, draft_model=served)
     assert embed is target.stack.embed_tokens.weight
