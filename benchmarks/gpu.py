@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu [--minutes 5.5] [--out FOLDER]
 
-For every shape, one operator after the other in turn: each provider's result against float64; ours captured in a CUDA
-graph and replayed over poisoned output, and repeated to catch races, both to the bit; then the times of all, and of the
-kernels in ``attention_peers``. Those of FlashInfer compile themselves in a process beside and join once they are ready.
-What a missing peer or the end of the time leaves out is named in the result, as is what failed. Leaves
-``gpu-<device>-<date>.json`` and prints the table.
+First every option of every kernel (``device_checks``): dtypes, FP8, pages, windows, caps, sinks, ragged batches, long
+masks, far slots. Then for every shape, one operator after the other in turn: each provider's result against float64;
+ours captured in a CUDA graph and replayed over poisoned output, and repeated to catch races, both to the bit; then the
+times of all, and of the kernels in ``attention_peers``. Those of FlashInfer compile themselves in a process beside and
+join once they are ready. What a missing peer or the end of the time leaves out is named in the result, as is what
+failed. Leaves ``gpu-<device>-<date>.json`` and prints the table.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.device_checks import run_checks
 from benchmarks.kernel_bench import (
     COLUMNS,
     ROOT,
@@ -226,8 +228,10 @@ def main() -> None:
     atexit.register(compiler.terminate)
     benches = benchmarks_of(OPERATORS)
     about = machine(device) | {"matmul_tflops": round(matmul_tflops(device), 1)}
+    checks = sorted(run_checks(device), key=lambda row: (row["op"], row["case"]))
+    problems = [f"{row['op']}, {row['case']}: {row['problem']}" for row in checks if row["problem"]]
+    print(f"{len(checks)} checks, {len(problems)} failed, {sum(row['skipped'] is not None for row in checks)} left out")
     rows = left_out(benches)
-    problems: list[str] = []
     for op, name in tqdm(list(in_turn({op: list(bench.SHAPES) for op, bench in benches.items()})), desc="gpu"):
         if time.monotonic() > end:
             rows.append(skipped(op, name, "all", f"{args.minutes} minutes were over"))
@@ -246,7 +250,7 @@ def main() -> None:
         del prepared
         torch.cuda.empty_cache()
     print_table(rows, (*COLUMNS, "of_roofline"))
-    result = {"schema": 1} | provenance() | {"machine": about, "rows": rows, "problems": problems}
+    result = {"schema": 1} | provenance() | {"machine": about, "checks": checks, "rows": rows, "problems": problems}
     args.out.mkdir(parents=True, exist_ok=True)
     path = destination(args.out, about["gpu"], datetime.date.today())
     path.write_text(json.dumps(result, indent=1) + "\n")

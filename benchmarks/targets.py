@@ -90,10 +90,11 @@ with transformers' for the same weights (four other classes likewise, on one ran
 | target class | largest difference, in units of the largest value |
 |---|---|
 {rows}
-The rest were not. Layers with windows, attention sinks, gated delta networks or experts on Triton do not run on that
-platform; some classes share their layers with one in this table; of a few (Apertus, DeepSeek-V2, GLM-4-MoE-Lite, Phi-3)
-SGLang and transformers did not compute the same layers from the files that the test wrote.
-"""
+The rest were not, and why; a part of a model is named where that platform has none:
+
+| target classes | why not |
+|---|---|
+{not_run}"""
 
 RANKS = """
 ## Tensor parallelism
@@ -101,7 +102,7 @@ RANKS = """
 Each class that serves states was built again on two ranks (gloo), with stand-ins of which each rank computes some of
 the columns, so that SGLang's boundaries have to sum over the ranks (Gemma-3's layers sum by themselves; its stand-ins
 are whole). `=` under *two ranks*: what reaches the draft is, on both ranks and bit for bit, what one rank hands out,
-and the proof at start agrees on each.
+and what the proof at start compares is equal on each.
 
 With their own attention and experts, these were brought up with a draft by SGLang's workers, on one rank and on two, in
 float32. States of whole prompts, of chunks, of requests beside each other and of single tokens were compared with
@@ -198,7 +199,11 @@ def page(results: dict[str, Any]) -> str:
     text += f"\n{measured_on(results['classes'])}\n{NOTES}"
     if own is not None:
         served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in own["served"].items())
-        text += f"{OWN.format(rows=''.join(served))}\n{measured_on(own)}\n"
+        reasons: dict[str, list[str]] = {}
+        for name, why in own["not_run"].items():
+            reasons.setdefault(why, []).append(f"`{name}`")
+        not_run = (f"| {', '.join(sorted(names))} | {why} |\n" for why, names in sorted(reasons.items()))
+        text += f"{OWN.format(rows=''.join(served), not_run=''.join(not_run))}\n{measured_on(own)}\n"
     if ranks is not None:
         served = (f"| `{name}` | {worst:.1e} |\n" for name, worst in ranks["served"].items())
         text += f"{RANKS.format(rows=''.join(served))}\n{measured_on(ranks)}\n"

@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from draft_trees import Batch, offsets
 from interpreter import interpret
+
+from benchmarks.draft_trees import Batch, offsets
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -51,7 +52,7 @@ def peek(path: str, revision: str | None) -> Mapping[str, Any]:
 @lru_cache(maxsize=8)
 def _read(key: str) -> DraftSpec:
     path, revision, override, _ = json.loads(key)
-    return formats.read_draft(path, override=override, revision=revision)
+    return formats.read_draft(path, override=override or None, revision=revision)
 
 
 def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | None) -> DraftSpec | None:
@@ -67,15 +68,18 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
         if unclaimed and not override and _has_another_draft_class(peek(path, revision)):
             return None
         raise
-    problems = _model_class_problems()
+    problems = _contract_problems()
     if problems:
+        from sglang_eagle3_ext.host import guard
+
+        guard.refuse(" ".join(problems))
         if override or spec.has_eagle3_ext:
             raise CheckpointError(
-                f"{path}: declares its assembly in eagle3_ext, which stock SGLang does not read; expected the draft "
-                f"class of sglang-eagle3-ext to fit this SGLang. {' '.join(problems)} Run: sglang-eagle3 doctor"
+                f"{path}: declares its assembly in eagle3_ext, which stock SGLang does not read; expected "
+                f"sglang-eagle3-ext to fit this SGLang. {' '.join(problems)} Run: sglang-eagle3 doctor"
             )
         logger.error(
-            "%s is served by stock's rules, because the draft class of sglang-eagle3-ext does not fit this SGLang: %s "
+            "%s is served by stock's rules, because sglang-eagle3-ext does not fit this SGLang: %s "
             "run: sglang-eagle3 doctor",
             path,
             " ".join(problems),
@@ -97,21 +101,23 @@ def _has_another_draft_class(config: Mapping[str, Any]) -> bool:
     return any(ModelRegistry.is_arch_supported(name) for name in drafts)
 
 
-def _model_class_problems() -> tuple[str, ...]:
-    """Check the part of the contract that only drafts need.
+def _contract_problems() -> tuple[str, ...]:
+    """Check the contract before anything is done for a draft: no hook may act where a later one cannot.
 
     It imports every model of SGLang's, which its workers have and its launcher has not: seconds. Of the release that
     the contract was written for, the workers check it.
     """
-    is_launcher = "sglang.srt.models.registry" not in sys.modules
+    from sglang_eagle3_ext.host import seams
+
+    is_launcher = multiprocessing.parent_process() is None and "sglang.srt.models.registry" not in sys.modules
     if is_launcher and contract.installed_version() == contract.REFERENCE_VERSION:
-        return ()
-    return _checked_model_class_problems()
+        return tuple(seams.problems())
+    return (*seams.problems(), *_checked_contract_problems())
 
 
 @cache
-def _checked_model_class_problems() -> tuple[str, ...]:
-    return tuple(contract.problems("models"))
+def _checked_contract_problems() -> tuple[str, ...]:
+    return tuple(contract.problems("start", "models"))
 
 
 def ext_override(model_override_args: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
+
+from sglang_eagle3_ext.errors import UnsupportedError, first_line
 
 REFERENCE_VERSION = "0.5.23"
 """The SGLang release everything here was written and tested against."""
@@ -22,11 +25,11 @@ class Row:
 
     Attributes:
         target: dotted path.
-        kind: ``hook`` (wrapped through HookRegistry), ``call``, ``value`` (read or set), ``subclass``.
+        kind: ``hook`` (wrapped through SGLang's hook registry), ``call``, ``value`` (read or set), ``subclass``.
         parameters: names its signature must have; empty when only its presence matters.
-        when: ``start`` (checked in every process), ``models`` (checked when a draft loads; importing it
-            earlier would cost every process seconds), ``cpu`` (checked on the CPU platform), ``features`` (checked
-            where ``probe`` lets SGLang's engine write).
+        when: ``start`` (checked in every process once SGLang has imported its module), ``models`` (checked when a
+            draft loads; importing it earlier would cost every process seconds), ``cpu`` (checked in the workers of the
+            CPU platform), ``features`` (checked where ``probe`` lets SGLang's engine write).
         why: what we need it for.
         delete_when: the upstream change that makes this row superfluous.
     """
@@ -305,7 +308,6 @@ CPU_ROWS: tuple[Row, ...] = (
         )
         for name in ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob")
     ),
-    _platform("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", "call", (), "likewise"),
     Row(
         f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod",
         "subclass",
@@ -343,6 +345,13 @@ CPU_ROWS: tuple[Row, ...] = (
     ),
     _platform(f"{_LAYERS}.rotary_embedding.base.LinearScalingRotaryEmbedding", "value", (), "likewise"),
     _platform(f"{_LAYERS}.rotary_embedding.rope_variant.Llama3RotaryEmbedding", "value", (), "likewise"),
+)
+
+_REGISTRY: tuple[tuple[str, Literal["call", "value", "subclass"], str], ...] = (
+    ("", "subclass", "keep the hooks above apart from other plugins', which SGLang applies all at once"),
+    ("._hooks", "value", "likewise: the table of hooks, of our own"),
+    ("._patched", "value", "likewise: the seams that are wrapped"),
+    (".apply_hooks", "call", "wrap the seams of a module once SGLang has imported it"),
 )
 
 ROWS: tuple[Row, ...] = (
@@ -544,6 +553,17 @@ ROWS: tuple[Row, ...] = (
         "start",
         "place the hooks above",
         "never; it is the plugin interface",
+    ),
+    *(
+        Row(
+            f"sglang.srt.plugins.hook_registry.HookRegistry{name}",
+            kind,
+            (),
+            "start",
+            why,
+            "SGLang applies a hook when it imports the hook's module",
+        )
+        for name, kind, why in _REGISTRY
     ),
     Row(
         "sglang.srt.runtime_context.get_parallel",
@@ -836,8 +856,8 @@ ROWS: tuple[Row, ...] = (
         "sglang.srt.plugins.hook_registry.HookSource",
         "call",
         ("plugin_name", "dist_name"),
-        "cpu",
-        "say whose the CPU platform's hooks are, which are placed after the plugins were loaded",
+        "start",
+        "say whose the hooks are, most of which are placed after the plugins were loaded",
         "never; it is the plugin interface",
     ),
     Row(
@@ -857,7 +877,42 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:
+def module_of(target: str) -> str:
+    """Return the module of a symbol: classes begin with a capital, and everything else stands in the last module."""
+    names = target.split(".")
+    in_class = next((i for i, name in enumerate(names) if name[:1].isupper()), len(names) - 1)
+    return ".".join(names[:in_class])
+
+
+def rows_of(target: str) -> tuple[Row, ...]:
+    """Return the row of a symbol, alone."""
+    return tuple(row for row in ROWS if row.target == target)
+
+
+def by_module(stage: str) -> dict[str, list[Row]]:
+    """Return the rows of a stage by the module that their symbols stand in."""
+    modules: dict[str, list[Row]] = {}
+    for row in ROWS:
+        if row.when == stage:
+            modules.setdefault(module_of(row.target), []).append(row)
+    return modules
+
+
+def require(*stages: str, rows: Sequence[Row] | None = None) -> None:
+    """Check that the contract holds; see ``problems`` for what is checked.
+
+    Raises:
+        UnsupportedError: it does not; names every problem.
+    """
+    found = problems(*stages, rows=rows)
+    if found:
+        raise UnsupportedError(
+            f"this SGLang ({installed_version()}) lacks what sglang-eagle3-ext needs of it (made for "
+            f"{REFERENCE_VERSION}): {' '.join(found)}"
+        )
+
+
+def problems(*stages: str, rows: Sequence[Row] | None = None) -> list[str]:
     """List what is missing or shaped otherwise in the installed SGLang.
 
     Args:
@@ -873,8 +928,8 @@ def problems(*stages: str, rows: tuple[Row, ...] | None = None) -> list[str]:
             continue
         try:
             symbol = pkgutil.resolve_name(row.target)
-        except (ImportError, AttributeError) as error:
-            found.append(f"{row.target}: not found ({error}); needed to {row.why}.")
+        except Exception as error:  # a module may raise anything while it is imported
+            found.append(f"{row.target}: not found ({first_line(error)}); needed to {row.why}.")
             continue
         if not row.parameters:
             continue

@@ -24,20 +24,24 @@ _CPU_PLATFORM = "Eagle3CpuPlatform"
 
 # What a fresh process really has after SGLang loaded its plugins; printed as JSON on the last line.
 _PROBE = """
-import json, logging, os, types
+import importlib, json, logging, os, types
 logging.disable(logging.CRITICAL)
 from sglang.srt.plugins import load_plugins
 load_plugins()
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_eagle3_ext.host import contract, plugin, seams
+for module in contract.by_module("start"):
+    importlib.import_module(module)
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.platforms import current_platform
-hooks = sorted(HookRegistry._patched)
+hooks = sorted(seams.placed())
+wanted = sorted({hook.seam for hook in plugin.all_hooks()})
 hf_config = types.SimpleNamespace(architectures=["LlamaForCausalLMEagle3"], eagle3_ext_draft="doctor")
 cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf_config, quantization=None, model_impl="auto"))
 if os.environ.get("SGLANG_PLATFORM") == "eagle3_ext":
     current_platform.init_backend()
 print(json.dumps({"model_class": f"{cls.__module__}.{cls.__name__}", "hooks": hooks,
+                  "seams": wanted, "replaced": list(seams.problems()),
                   "backends": sorted(ATTENTION_BACKENDS), "platform": type(current_platform).__name__}))
 """
 
@@ -193,13 +197,12 @@ def _fresh_process() -> list[Check]:
     checks = []
     ours = found["model_class"].startswith("sglang_eagle3_ext.") is read_switches().ext
     checks.append(Check("ok" if ours else "FAIL", "model class", f"{found['model_class']} serves EAGLE-3 drafts"))
-    seams = {row.target for row in contract.ROWS if row.kind == "hook" and row.when == "start"}
+    seams = set(found["seams"])
     absent = sorted(seams - set(found["hooks"])) if read_switches().ext else []
-    checks.append(
-        Check("FAIL", "hooks", f"not placed: {', '.join(absent)}")
-        if absent
-        else Check("ok", "hooks", f"{len(seams)} placed")
-    )
+    wrong = [f"not placed: {', '.join(absent)}"] if absent else []
+    checks += [Check("FAIL", "hooks", text) for text in (*wrong, *found["replaced"])] or [
+        Check("ok", "hooks", f"{len(seams)} placed")
+    ]
     checks.append(_platform(found["platform"], found["backends"]))
     return checks
 

@@ -280,7 +280,7 @@ def run_scheduler(facts: TargetFacts, place: Place, *args: Any, **kwargs: Any) -
     def keep(_result: Any, *, model: Any, **_call: Any) -> None:
         install(model, facts, place)
 
-    # Before SGLang loads its plugins, with which all hooks are applied; those of ``capture`` come with ours.
+    # Before SGLang loads its plugins, with which it applies this hook.
     HookRegistry.register(contract.CAPTURE_SEAM, keep, HookType.AFTER)
     run_scheduler_process(*args, **kwargs)
 

@@ -112,6 +112,26 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
     return Verdict(f"{text}, {time.perf_counter() - started:.2f} s")
 
 
+def of_all_ranks(verdict: Verdict) -> Verdict:
+    """Join what every rank's proof found, so that all of them stop where one must.
+
+    Args:
+        verdict: of this rank; every rank has to call this, with its own.
+
+    Returns:
+        This rank's where no rank found a problem, else one with the problems of all.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return verdict
+    found: list[tuple[str, ...]] = [()] * parallel.tp_size
+    torch.distributed.all_gather_object(found, verdict.problems, group=parallel.tp_group.cpu_group)
+    problems = tuple(problem for of_rank in found for problem in of_rank)
+    return Verdict("FAILED", problems) if problems else verdict
+
+
 def _of_this_rank(problem: str) -> str:
     from sglang.srt.runtime_context import get_parallel
 

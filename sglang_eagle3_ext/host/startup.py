@@ -58,7 +58,7 @@ def report(_result: Any, draft_worker: Any) -> None:
     plan = getattr(runner.model, "plan", None)
     if not isinstance(plan, AssemblyPlan):
         return
-    verdict = proof.prove(draft_worker, plan)
+    verdict = proof.of_all_ranks(proof.prove(draft_worker, plan))
     if get_parallel().tp_rank == 0:
         from sglang_eagle3_ext.host import verify
 

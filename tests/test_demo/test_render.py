@@ -80,9 +80,13 @@ def test_the_story_is_what_its_result_says():
     assert render.render_story(text, render.committed(render.PAIR)) == text, "run: make docs"
 
 
-def test_starting_costs_what_the_page_says():
-    text = render.INSTALL.read_text()
-    assert render.render_install(text, render.committed(startup.OUT)) == text, "run: make docs"
+def test_starting_costs_at_most_a_second_and_what_the_page_says():
+    text, result = render.INSTALL.read_text(), render.committed(startup.OUT)
+    assert render.render_install(text, result) == text, "run: make docs"
+    assert result is not None
+    costs = startup.added(result)
+    assert set(costs) == {*startup.KINDS, startup.WITH_DRAFT}
+    assert max(costs.values()) <= 1
 
 
 def test_every_dialect_was_served_with_this_draft_in_the_same_steps():

@@ -38,9 +38,15 @@ sys.meta_path.insert(0, Finder())
 # The contract asks SGLang for a symbol that it lacks, as a later release might.
 BROKEN = """
 def change(contract):
-    gone = contract.Row("sglang.srt.server_args.gone", "call", (), "start", "show a broken contract", "never")
+    gone = contract.Row("{symbol}", "call", (), "start", "show a broken contract", "never")
     contract.ROWS += (gone,)
 """
+
+IN_EVERY_PROCESS = "sglang.srt.server_args.gone"
+"""Found by the launcher, whose module it is missing from."""
+
+IN_WORKERS = "sglang.srt.speculative.eagle_worker_v2.gone"
+"""Found when a worker imports this module, with hooks in place by then."""
 
 # The capture hands out its first two states in each other's place, as a fault of ours would.
 SWAPPED = """
@@ -60,13 +66,14 @@ def change(capture):
 
 def changed(folder: Path, module: str, change: str) -> dict[str, str]:
     """Give the environment in which a module of the package is changed."""
+    folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(CHANGES.format(module=module, change=change))
     return {"PYTHONPATH": str(folder)}
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return changed(tmp_path_factory.mktemp("broken"), "sglang_eagle3_ext.host.contract", BROKEN)
+def broken(folder: Path, symbol: str) -> dict[str, str]:
+    """Give the environment in which SGLang lacks a symbol of the contract."""
+    return changed(folder / "broken", "sglang_eagle3_ext.host.contract", BROKEN.format(symbol=symbol))
 
 
 def lines_of(error: str) -> list[str]:
@@ -173,16 +180,12 @@ REFUSALS = {
     ),
     "two-batch overlap": Refusal(("--enable-two-batch-overlap: got it",), words=adding("--enable-two-batch-overlap")),
     "multiplexed prefill": Refusal(("--enable-pdmux: got it",), words=adding("--enable-pdmux")),
-    "broken contract": Refusal(
-        ("sglang.srt.server_args.gone", "sglang-eagle3 doctor"), command=servers.LAUNCH, broken=True
-    ),
+    "broken contract": Refusal((IN_EVERY_PROCESS, "sglang-eagle3 doctor"), command=servers.LAUNCH, broken=True),
 }
 
 
 @pytest.fixture(scope="module")
-def ends(
-    target: Path, draft: Path, broken: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[int, str]]:
+def ends(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """The exit code and stderr of every launch above."""
     folder = tmp_path_factory.mktemp("refused")
 
@@ -198,7 +201,7 @@ def ends(
             if case.command is None:
                 got[name] = launch(words_of(name))
             else:
-                env = broken if case.broken else None
+                env = broken(folder, IN_EVERY_PROCESS) if case.broken else None
                 got[name] = servers.run_to_exit(words_of(name), command=case.command, env=env, cwd=folder)
     return got
 
@@ -225,19 +228,33 @@ def test_states_in_each_others_place_stop_the_server(target: Path, draft: Path, 
     assert "ready to roll" not in error
 
 
+def test_a_contract_that_breaks_in_a_worker_stops_a_server_with_a_declared_draft(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    words = servers.arguments(target, draft, *servers.CHAIN)
+    code, error = servers.run_to_exit(words, command=servers.LAUNCH, env=broken(tmp_path, IN_WORKERS), cwd=tmp_path)
+    assert code != 0
+    assert f"{draft}: declares its assembly in eagle3_ext, which stock SGLang does not read" in error
+    assert f"{IN_WORKERS}: not found" in error
+    assert "ready to roll" not in error
+
+
 # ---- launches that must fall back to stock ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("symbol", [IN_EVERY_PROCESS, IN_WORKERS])
 def test_broken_contract_leaves_other_drafts_to_stock(
     answers: Recorder,
     prompts: list[list[int]],
     target: Path,
     stock_draft: Path,
     tmp_path: Path,
-    broken: dict[str, str],
+    symbol: str,
 ) -> None:
     log = tmp_path / "fallback.log"
-    with servers.serve(log, servers.arguments(target, stock_draft, *servers.CHAIN), env=broken) as server:
+    with servers.serve(
+        log, servers.arguments(target, stock_draft, *servers.CHAIN), env=broken(tmp_path, symbol)
+    ) as server:
         got = [servers.complete(server, p, TOKENS) for p in prompts[:4]]
     assert got == answers("plugin_off")[:4]
     errors = [x for x in log.read_text().splitlines() if "sglang-eagle3-ext is not active" in x]

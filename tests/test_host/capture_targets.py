@@ -467,6 +467,23 @@ CASES = [
     ),
 ]
 BY_NAME = {case.architecture: case for case in CASES}
+
+SAME_LAYERS = {
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "TeleFLMForCausalLM": "LlamaForCausalLM",
+    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
+"""Classes whose layers are built of the same parts as those of another class."""
+
+OTHER_ROTATION = {
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Cosmos3ForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+}
+"""The same, but for positions along several axes."""
 BROKEN = "InternS1ProForConditionalGeneration"
 """A class whose layers SGLang 0.5.23 cannot build: they do not take an argument that the stack gives them."""
 
@@ -626,6 +643,19 @@ def test_interns1_pro_cannot_be_built_by_sglang(
     results[BROKEN] = note(()) | {"why": "SGLang cannot build it"}
 
 
+@pytest.mark.parametrize(("name", "other"), [*SAME_LAYERS.items(), *OTHER_ROTATION.items()])
+def test_layers_of_two_classes_are_made_of_the_same_parts(
+    name: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(architecture: str) -> list[dict[str, type]]:
+        layers = build(BY_NAME[architecture], monkeypatch).stack.layers
+        return [{path: type(part) for path, part in layer.named_modules()} for layer in layers]
+
+    for mine, theirs in zip(parts(name), parts(other), strict=True):
+        differing = {path for path in mine.keys() | theirs.keys() if mine.get(path) is not theirs.get(path)}
+        assert differing == (set() if name in SAME_LAYERS else {"self_attn.rotary_emb"})
+
+
 @pytest.fixture(scope="session")
 def results() -> Iterator[dict[str, dict[str, Any]]]:
     """Collect what was found out about each class; kept in the file that ``CAPTURE_RESULTS`` names."""
@@ -660,6 +690,7 @@ def test_captures_the_residual_stream(
     # No two states are alike, so a state from another boundary would be noticed; and each was compared with something.
     assert min(distance(captured[a], captured[b]) for a, b in pairwise(case.serves)) > 1e-2
     assert case.hf is not None or set(case.serves) - {"final_norm"} <= set(seen)
+    assert capture.servable(target.stack) == (*range(LAYERS + 1), "final_norm")  # "every b" in docs/targets.md
     results[case.architecture] = note(case.serves, snapshot=bool(seen), hf=case.hf, worst=worst)
 
 

@@ -426,6 +426,11 @@ VARIANTS = {
         ext={"sources": ["final_norm", "layer6", "embed", "boundary4", "layer0"]},
         says={"num_sources": 5},
     ),
+    "eight_sources": Variant(
+        {"num_sources": 8},
+        ext={"sources": ["layer6", "embed", "last", "layer0", "final_norm", "layer3", "boundary2", "layer4"]},
+        says={"num_sources": 8},
+    ),
     "no_fc": Variant(
         config={"eagle_config.use_aux_hidden_state": False},
         tensors={"fc.weight": None},
@@ -974,6 +979,7 @@ ON_KERNELS = (
     "one_source",
     "two_sources",
     "five_sources",
+    "eight_sources",
     "no_fc",
     "norms_per_source_permuted",
     "norm_over_all_permuted",

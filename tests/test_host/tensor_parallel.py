@@ -96,15 +96,24 @@ def write_other(name: str, folder: Path, **fields: Any) -> Any:
     return model
 
 
-OF_SIX = {"sources": ("layer2", "embed", "final_norm", "last"), "boundaries": (3, 0, "final_norm", 6)}
+OF_SIX = {
+    "sources": ("layer2", "embed", "final_norm", "last", "layer0", "layer4"),
+    "boundaries": (3, 0, "final_norm", 6, 1, 5),
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 KINDS: dict[str, Kind] = {
     "LlamaForCausalLM": Kind(
-        write_llama, ("layer5", "embed", "final_norm", "last", "layer2"), (6, 0, "final_norm", 8, 3)
+        write_llama,
+        ("layer5", "embed", "final_norm", "last", "layer2", "layer6", "layer0"),
+        (6, 0, "final_norm", 8, 3, 7, 1),
     ),
     "KimiK25ForConditionalGeneration": Kind(
-        write_kimi, ("layer31", "embed", "final_norm", "last", "layer3"), (32, 0, "final_norm", 34, 4), kimi.VOCAB, 2e-5
+        write_kimi,
+        ("layer31", "embed", "final_norm", "last", "layer3", "layer0", "layer32"),
+        (32, 0, "final_norm", 34, 4, 1, 33),
+        kimi.VOCAB,
+        2e-5,
     ),
     # Whose layers attend to everything: the CPU platform has no windows.
     "Gemma3ForCausalLM": Kind(partial(write_other, "Gemma3", layer_types=["full_attention"] * 6), **OF_SIX),
@@ -200,10 +209,12 @@ def run_pair(kind: Kind, place: Path, ranks: int, rank: int, port: int) -> dict[
     draft = workers.make_workers(settings, port, rank)
     runner, model = draft.target_worker.model_runner, draft.draft_runner.model
     healthy = proof.prove(draft, model.plan)
-    problems = []
-    for spoiled in range(ranks):
+    problems, agreed = [], []
+    for spoiled in range(ranks if len(model.plan.capture) > 1 else 0):
         with fault(runner, swap if rank == spoiled else lambda states: states):
-            problems.append(proof.prove(draft, model.plan).problems)
+            verdict = proof.prove(draft, model.plan)
+        problems.append(verdict.problems)
+        agreed.append(proof.of_all_ranks(verdict))
     first, second, more = (tokens(kind, count, seed) for seed, count in enumerate((11, 6, 2)))
     states = {
         "alone": run(runner, "EXTEND", [Rows(1, first, 0)]).states,
@@ -218,6 +229,7 @@ def run_pair(kind: Kind, place: Path, ranks: int, rank: int, port: int) -> dict[
         "proof": healthy.text,
         "problems": healthy.problems,
         "spoiled": problems,
+        "agreed": agreed,
         "states": states,
         "projected": projected,
     }
@@ -533,6 +545,10 @@ def test_the_states_are_proved_on_every_rank(name: str, seen: Seen) -> None:
                 named = f"rank {rank}: " if ranks > 1 else ""
                 assert len(problems) == 2
                 assert all(p.startswith(f"{named}/") and "expected the residual stream" in p for p in problems)
+        for spoiled in range(ranks):
+            # Every rank stops for one, and says for which.
+            verdicts = {mine["agreed"][spoiled] for mine in found}
+            assert verdicts == {proof.Verdict("FAILED", found[spoiled]["spoiled"][spoiled])}
 
 
 # ---- every class --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import write_draft
+from checkpoints import DELETE, write_draft
 
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
@@ -109,6 +109,14 @@ def test_what_no_draft_class_serves_is_refused(tmp_path, changes):
     path = write_draft(tmp_path / "draft", config_changes=changes, tensor_changes={"fc.weight": None})
     with pytest.raises(CheckpointError, match=r"config\.json: .*expected an EAGLE-3 draft"):
         config.read_spec(str(path), None, None)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("override", [None, {}])
+def test_a_draft_that_declares_nothing_is_read_so(tmp_path, override):
+    spec = config.read_spec(str(write_draft(tmp_path / "draft", config_changes={"eagle3_ext": DELETE})), None, override)
+    assert spec is not None
+    assert not spec.has_eagle3_ext
 
 
 @pytest.mark.host

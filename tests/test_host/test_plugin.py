@@ -28,11 +28,15 @@ def run(code: str, env: Mapping[str, str] | None = None) -> str:
 
 
 LOADED = """
-import json, types
+import importlib, json, sys, types
+import sglang.launch_server
 from sglang.srt.plugins import load_plugins
 load_plugins()
-from sglang.srt.plugins.hook_registry import HookRegistry
-placed = [t for t, hooks in HookRegistry._hooks.items() for _, h, s in hooks if s.plugin_name == "eagle3_ext"]
+imported = sorted(name for name in sys.modules if name.startswith("sglang."))
+from sglang_eagle3_ext.host import contract, seams
+for module in contract.by_module("start"):
+    importlib.import_module(module)
+placed = sorted(seams.placed())
 from sglang.srt.model_loader.utils import get_model_architecture
 classes = {}
 for name in ("LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "Qwen3ForCausalLM"):
@@ -41,7 +45,7 @@ for name in ("LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle
         hf.eagle3_ext_draft = "a draft that was read"
     cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf, quantization=None, model_impl="auto"))
     classes[name] = cls.__module__
-print(json.dumps({"placed": placed, "classes": classes}))
+print(json.dumps({"placed": placed, "classes": classes, "imported": imported}))
 """
 
 ENVIRONMENTS = {"on": {}, "off": {"EAGLE3_EXT": "off"}, "filtered": {"SGLANG_PLUGINS": "none"}}
@@ -67,6 +71,46 @@ def test_hooks_follow_the_switch_and_the_filter(loaded: dict[str, dict[str, Any]
     seams = {r.target for r in contract.ROWS if r.kind == "hook" and r.when == "start"}
     assert set(loaded["on"]["placed"]) == seams
     assert loaded["off"]["placed"] == loaded["filtered"]["placed"] == []
+
+
+def test_a_launcher_imports_nothing_more_of_sglang(loaded: dict[str, dict[str, Any]]) -> None:
+    more = set(loaded["on"]["imported"]) - set(loaded["filtered"]["imported"])
+    assert not more
+    assert "sglang.srt.managers.scheduler" not in loaded["on"]["imported"]
+
+
+LATE = """
+import json, sys, types
+from sglang_eagle3_ext.host import contract, guard, seams
+module, seam = "sglang.srt.speculative.eagle_worker_v2", contract.DRAFT_CONFIG_SEAM
+contract.ROWS += (contract.Row(module + ".gone", "call", (), "start", "show a broken contract", "never"),)
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.configs.model_config import ModelConfig
+before = guard.refused(), seam in seams.placed()
+__import__(module)
+said = []
+for declared in ({}, {"eagle3_ext": {"sources": ["embed"]}}):
+    model = types.SimpleNamespace(
+        is_draft_model=True, model_path="DRAFT", revision=None, model_override_args=declared,
+        speculative_algorithm="EAGLE3", hf_config=types.SimpleNamespace(architectures=["A"]), hf_text_config=None)
+    try:
+        ModelConfig._config_draft_model(model)
+        said.append("served by stock")
+    except Exception as error:
+        said.append(str(error))
+print(json.dumps({"before": before, "after": guard.refused(), "said": said}))
+"""
+
+
+def test_a_contract_that_breaks_late_leaves_stock_untouched_and_refuses_a_declared_draft() -> None:
+    found = json.loads(run(LATE))
+    assert found["before"] == [False, True]
+    assert found["after"] is True
+    undeclared, declared = found["said"]
+    assert undeclared == "served by stock"
+    assert "eagle_worker_v2.gone: not found" in declared
+    assert "Run: sglang-eagle3 doctor" in declared
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import Batch, Case, excess, make_batch, offsets, oracle
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
 from sglang_eagle3_ext.kernels.arch import H200
 
+from benchmarks.draft_trees import Batch, Case, excess, make_batch, offsets, oracle
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import verify
 from sglang_eagle3_ext.host.verify import Heads, Shape, TreeVerify

@@ -25,10 +25,10 @@ import pytest
 import torch
 import workers
 from checkpoints import write_draft, write_target
-from draft_trees import Batch, Case, make_batch, offsets, oracle
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
 
+from benchmarks.draft_trees import Batch, Case, make_batch, offsets, oracle
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import startup, verify
 from tests.test_host import latent_target

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import Case, excess, make_batch, oracle
 from interpreter import interpret
 
 from benchmarks import attention_peers
 from benchmarks.attention_peers import Verify, packed_16
+from benchmarks.draft_trees import Case, excess, make_batch, oracle
 
 GQA = Case((70, 70), 7, heads=8, kv_heads=2)
 CHAIN = Case((100, 100), 5, heads=8, kv_heads=2, chain=True)

@@ -19,9 +19,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from draft_trees import Batch, Case, excess, make_batch, oracle
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
+
+from benchmarks.draft_trees import Batch, Case, excess, make_batch, oracle
 
 SHARED = ("chunk_bounds", "merge", "online_softmax_step", "pack_mask", "plan_splits")
 """What the two tree kernels and the calls below take from ``split_merge``."""

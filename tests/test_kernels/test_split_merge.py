@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import offsets
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge
 from sglang_eagle3_ext.kernels.arch import H200, chunk_target
@@ -24,6 +23,8 @@ from sglang_eagle3_ext.kernels.split_merge import (
     plan_splits,
     plan_splits_torch,
 )
+
+from benchmarks.draft_trees import offsets
 
 interpret(split_merge)
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_trees import Batch, Case, make_batch, steps_apart
 from interpreter import interpret, skip_products
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
 from sglang_eagle3_ext.kernels.arch import H200, chunk_target, tree_verify_gqa_launch
 from stock_attention import extend, verify_splitkv
 from traffic import Launch, Traffic
+
+from benchmarks.draft_trees import Batch, Case, make_batch, steps_apart
 
 interpret(split_merge, tree_verify_gqa)
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from draft_trees import Batch, Case, make_batch, steps_apart
 from interpreter import interpret, skip_products
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
 from sglang_eagle3_ext.kernels.arch import H200, chunk_target, tree_verify_mla_launch
 from sglang_eagle3_ext.kernels.split_merge import SplitPlan, pack_mask, plan_splits
 from stock_attention import extend
 from traffic import Traffic
+
+from benchmarks.draft_trees import Batch, Case, make_batch, steps_apart
 
 interpret(tree_verify_mla, split_merge)
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import (
+from interpreter import interpret
+from oracles import as_float64, assert_within_budget
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
+from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
+from sglang_eagle3_ext.kernels.split_merge import chain_bits, pack_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.draft_trees import (
+    E4M3,
+    FP32,
     Batch,
     Case,
     excess,
@@ -21,60 +30,12 @@ from draft_trees import (
     replace_a_token,
     take_a_stranger,
 )
-from interpreter import interpret
-from oracles import as_float64, assert_within_budget
-from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
-from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
-from sglang_eagle3_ext.kernels.split_merge import chain_bits, pack_mask, plan_splits
-from torch._subclasses.fake_tensor import FakeTensorMode
+from benchmarks.draft_trees import GQA_CASES as CASES
+from benchmarks.draft_trees import verify_gqa as verify
 
 interpret(split_merge, tree_verify_gqa)
 
 VERIFY, TWIN = tree_verify_gqa.tree_verify_gqa, tree_verify_gqa.tree_verify_gqa_torch
-E4M3, E5M2, F16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32
-
-CASES = {
-    "nothing-committed": Case((0, 0), 7, heads=8, kv_heads=2),
-    "ragged-7": Case((300, 0, 65), 7, heads=8, kv_heads=2, width=128),
-    "one-token": Case((64, 0, 1, 63, 65), 1, heads=8, kv_heads=2),
-    "group-5-13-tokens": Case((100, 40), 13, heads=10, kv_heads=2),
-    "64-tokens": Case((131,), 64),
-    "65-tokens-two-words": Case((70, 0), 65, heads=2),
-    "128-tokens-chain": Case((130,), 128, heads=2, kv_heads=2, chain=True),
-    "one-head-each": Case((90, 5), 5, heads=3, kv_heads=3, width=96),
-    "group-16": Case((70,), 3, heads=16),
-    "page-16": Case((133, 77), 13, heads=8, kv_heads=2, page_size=16),
-    "page-64-one-token-on-a-page": Case((129, 1, 0), 8, heads=8, kv_heads=1, page_size=64),
-    "wide-keys": Case((100, 30), 3, width=192, value_width=128),
-    "head-256": Case((100, 30), 3, width=256),
-    "large-logits": Case((200, 40), 8, size=6.0),
-    "chunks-of-one-tile": Case((600,), 4, target=100),
-    "each-request-cut-alone": Case((600, 70), 4, batch_invariant=True, target=3),
-    "float16": Case((100, 40), 6, heads=8, kv_heads=2, dtype=F16),
-    "float32": Case((130, 40), 6, heads=8, kv_heads=2, dtype=F32),
-    "fp8": Case((130, 40), 8, heads=8, kv_heads=2, kv_dtype=E4M3, k_scale=0.37, v_scale=1.9),
-    "fp8-e5m2-float16": Case((130, 40), 8, kv_dtype=E5M2, dtype=F16, k_scale=0.37, v_scale=1.9),
-    "window": Case((300, 40, 0), 8, window=70),
-    "window-two-words": Case((300,), 70, heads=2, window=90),
-    "logit-cap": Case((130, 40), 8, logit_cap=5.0, size=2.0),
-    "sinks": Case((130, 0, 7), 8, heads=8, kv_heads=2, sinks=True),
-    "everything": Case(
-        (200, 0, 7), 7, page_size=16, kv_dtype=E4M3, k_scale=0.5, v_scale=2.0, window=20, logit_cap=3.0, sinks=True
-    ),
-    "llama-3.1-8b": Case((200,), 8, heads=32, kv_heads=8, width=128),
-}
-
-
-def verify(
-    batch: Batch, operator: Callable[..., torch.Tensor] = VERIFY, *, bits: torch.Tensor | None = None, **changes: Any
-) -> torch.Tensor:
-    """Plan, pack and attend, all with our kernels."""
-    case = batch.case
-    plan = plan_splits(
-        batch.kv_indptr, target=case.target, min_chunk=case.min_chunk, batch_invariant=case.batch_invariant
-    )
-    bits = pack_mask(batch.mask, batch.kv_indptr, case.num_draft) if bits is None else bits
-    return batch.call(operator, plan, bits, **changes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +45,7 @@ def test_matches_oracle(name: str, record: Callable[..., None]) -> None:
     expected, twin, actual = oracle(batch), verify(batch, TWIN), verify(batch)
     assert twin.dtype == actual.dtype == case.dtype
     error, bar = excess(actual, expected), 1.5 if case.kv_dtype is None else 2.0
-    if case.dtype == F32:
+    if case.dtype == FP32:
         keys = max(case.lengths) + case.num_draft
         assert_within_budget(actual, twin, as_float64(expected), reductions=(keys, case.width))
         assert_within_budget(twin, twin, as_float64(expected), reductions=(keys, case.width))

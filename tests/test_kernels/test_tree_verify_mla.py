@@ -5,97 +5,40 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from draft_trees import (
+from interpreter import interpret
+from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
+from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
+from sglang_eagle3_ext.kernels.split_merge import chain_bits
+
+from benchmarks.draft_trees import (
+    BF16,
+    E4M3,
+    FP32,
     Batch,
     Case,
+    bits_of,
     excess,
     excesses,
     flip_every_bit,
     forget_newest,
-    make_batch,
+    latents,
     oracle,
+    plan_of,
     replace_a_token,
     take_a_stranger,
 )
-from interpreter import interpret
-from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
-from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
-from sglang_eagle3_ext.kernels.split_merge import SplitPlan, chain_bits, pack_mask, plan_splits
+from benchmarks.draft_trees import MLA_CASES as CASES
+from benchmarks.draft_trees import SMALL_LATENT as SMALL
+from benchmarks.draft_trees import verify_mla as call
 
 interpret(tree_verify_mla, split_merge)
 
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-SMALL = {"width": 80, "value_width": 64}
-KIMI = {"width": 576, "value_width": 512}
 BUDGET = 1.5
 """Largest error, in units of what rounding the truth to the output's dtype costs."""
-
-CASES = {
-    "prefix 0, one token": Case((0,), 1, 1, **SMALL),
-    "prefix 0, 3 requests": Case((0, 0, 0), 7, 3, **SMALL),
-    "ragged": Case((1, 0, 63, 65, 300), 7, 5, **SMALL),
-    "13 tokens, fp16": Case((130, 17), 13, 5, dtype=FP16, **SMALL),
-    "fp32": Case((66, 17), 5, 2, dtype=FP32, **SMALL),
-    "64 tokens": Case((70,), 64, 2, **SMALL),
-    "70 tokens: two words of bits": Case((3,), 70, 1, **SMALL),
-    "chain": Case((90, 5), 6, 3, chain=True, **SMALL),
-    "pages of 16": Case((133, 77), 7, 3, page_size=16, **SMALL),
-    "pages of 64": Case((130, 1), 7, 3, page_size=64, **SMALL),
-    "fp8 with a scale": Case((140, 9), 5, 3, kv_dtype=FP8, k_scale=0.37, **SMALL),
-    "large scores": Case((150, 40), 5, 3, size=5.0, **SMALL),
-    "128 heads": Case((70,), 2, 128, **SMALL),
-    "many chunks in float16": Case((700,), 8, 8, target=32, **SMALL),
-    "kimi-k2.5 tp8": Case((150, 0), 8, 8, **KIMI),
-    "kimi-k2.5 tp8, fp8, pages": Case((140,), 4, 8, kv_dtype=FP8, k_scale=0.5, page_size=64, **KIMI),
-}
-
-
-def latents(case: Case, seed: int = 0) -> Batch:
-    """Draw a batch whose one kv head has the front of its keys for values."""
-    batch = make_batch(case._replace(v_scale=case.k_scale), seed)
-    width = batch.v_draft.shape[2]
-    return replace(batch, v_draft=batch.k_draft[..., :width], v_pool=batch.k_pool[..., :width])
-
-
-def plan_of(batch: Batch) -> SplitPlan:
-    case = batch.case
-    return plan_splits(
-        batch.kv_indptr, target=case.target, min_chunk=case.min_chunk, batch_invariant=case.batch_invariant
-    )
-
-
-def bits_of(batch: Batch) -> torch.Tensor:
-    return pack_mask(batch.mask, batch.kv_indptr, batch.case.num_draft)
-
-
-def call(
-    batch: Batch,
-    operator: Callable[..., torch.Tensor] = tree_verify_mla.tree_verify_mla,
-    plan: SplitPlan | None = None,
-    bits: torch.Tensor | None = None,
-    **changes: Any,
-) -> torch.Tensor:
-    """Call the operator with the tensors of a batch, or with some of them changed."""
-    tensors = {
-        "q": batch.q,
-        "latent_draft": batch.k_draft[:, 0],
-        "latent_pool": batch.k_pool[:, 0],
-        "kv_indptr": batch.kv_indptr,
-        "kv_slots": batch.kv_slots,
-        "ancestors": bits_of(batch) if bits is None else bits,
-        "plan": plan_of(batch) if plan is None else plan,
-        "latent_width": batch.v_draft.shape[2],
-        "scale": 1 / math.sqrt(batch.case.width),
-        "kv_scale": batch.case.k_scale,
-        "page_size": batch.case.page_size,
-        "page_indptr": batch.page_indptr,
-    }
-    return operator(**(tensors | changes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,7 +47,7 @@ def test_kernel_matches_oracle(name: str, record: Callable[..., None]) -> None:
     batch = latents(case)
     actual, truth = call(batch), oracle(batch)
     assert actual.dtype == case.dtype
-    error, bar = None, 2.0 if case.kv_dtype == FP8 else BUDGET
+    error, bar = None, 2.0 if case.kv_dtype == E4M3 else BUDGET
     if sum(case.lengths) == 0 and case.num_draft == 1:  # one key: its latent, to the bit
         assert torch.equal(actual.double(), truth)
         error, bar = 0.0, 0.0
@@ -193,7 +136,7 @@ MUTATIONS: dict[str, Callable[[Batch], dict[str, Any]]] = {
 @pytest.mark.parametrize("change", MUTATIONS.values(), ids=MUTATIONS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_argument_counts(change: Callable[[Batch], dict[str, Any]], page_size: int) -> None:
-    batch = latents(Case((35,), 7, 2, page_size=page_size, kv_dtype=FP8, k_scale=0.5, **SMALL))
+    batch = latents(Case((35,), 7, 2, page_size=page_size, kv_dtype=E4M3, k_scale=0.5, **SMALL))
     truth = oracle(batch)
     assert excess(call(batch), truth) <= BUDGET
     changed = call(batch, **change(batch))

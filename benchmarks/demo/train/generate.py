@@ -3,8 +3,8 @@
     python generate.py --model .demo/SmolLM2-135M-Instruct --out DATA --shard 0 --of 2 &
     python generate.py --model .demo/SmolLM2-135M-Instruct --out DATA --shard 1 --of 2
 
-Every batch of prompts becomes one file ``DATA/questions-00012.safetensors`` (with ``--forms``:
-``forms-00012.safetensors``) with the tensors
+Every batch of prompts becomes one file ``DATA/questions-00012.safetensors`` (with ``--forms``
+``forms-00012.safetensors``, with ``--temperature`` ``sampled-00012.safetensors``) with the tensors
 
 - ``ids`` [N] int32: the sequences (prompt, then answer), one after the other; ``starts`` [R + 1] and
   ``prompt_lengths`` [R] cut them apart;
@@ -23,6 +23,7 @@ import argparse
 import os
 import pathlib
 import random
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -168,12 +169,11 @@ def jobs(
         path = out / "validation-00000.safetensors"
         if not path.exists():
             yield path, chats
-    name, conversations = (
-        ("forms", prompts.forms(arguments.seed)) if arguments.forms else ("questions", prompts.questions())
-    )
+    conversations = prompts.forms(arguments.seed) if arguments.forms else prompts.questions()
+    name = "sampled" if arguments.temperature else "forms" if arguments.forms else "questions"
     chats = [render(tokenizer, c) for c in conversations]
     groups = [chats[i : i + batch] for i in range(0, len(chats), batch)]
-    mine = range(arguments.shard, len(groups), arguments.of)
+    mine = range(arguments.first + arguments.shard, len(groups), arguments.of)
     done: list[pathlib.Path] = []
     for index in mine:
         path = out / f"{name}-{index:05d}.safetensors"
@@ -197,6 +197,9 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--of", type=int, default=1, help="number of shards, one process each")
     parser.add_argument("--forms", action="store_true", help="answer the filled forms instead of the questions")
+    parser.add_argument("--first", type=int, default=0, help="batch to begin with, where a draft knows the others")
+    parser.add_argument("--temperature", type=float, default=0.0, help="draw the answers instead of greedy ones")
+    parser.add_argument("--bfloat16", action="store_true", help="run the target in bfloat16, in half the time")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--max-new", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -204,11 +207,14 @@ def main() -> None:
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    target = Target(arguments.model, arguments.batch)
+    target = Target(arguments.model, arguments.batch, torch.bfloat16 if arguments.bfloat16 else torch.float32)
     with tqdm(unit="tok", desc=f"shard {arguments.shard}", mininterval=5) as bar:
         for path, chats in jobs(arguments, tokenizer, target.eos):
             bar.set_postfix_str(path.name)
-            bar.update(store(path, target.answer(chats, arguments.max_new)))
+            # A path names what is drawn, so that a batch is drawn alike whichever shard takes it.
+            temperature = 0.0 if path.name.startswith("validation") else arguments.temperature
+            seed = zlib.crc32(f"{arguments.seed} {path.name}".encode())
+            bar.update(store(path, target.answer(chats, arguments.max_new, temperature, seed)))
 
 
 if __name__ == "__main__":

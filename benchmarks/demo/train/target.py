@@ -1,4 +1,4 @@
-"""The demo's target, SmolLM2-135M-Instruct, as one batched float32 decoder with a static key/value cache.
+"""The demo's target, SmolLM2-135M-Instruct, as one batched decoder with a static key/value cache.
 
 It answers many prompts at once and hands out, for every position, the hidden states that the draft reads
 (boundaries 0, 4 and 16) and the final normed state, from which the target's distribution can be recomputed.
@@ -39,11 +39,12 @@ class Answer(NamedTuple):
 class _Packed:
     """Hold a linear layer's weight in oneDNN's blocked layout, faster than the plain one at 128 rows."""
 
-    def __init__(self, weight: Tensor, rows: int) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+    def __init__(self, weight: Tensor, rows: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self._dtype), self._weight, None, "none", [], "")
         return y
 
 
@@ -65,14 +66,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Target:
     """Run a Llama checkpoint over a batch of sequences that share cache columns."""
 
-    def __init__(self, directory: pathlib.Path, rows: int = 128) -> None:
-        """Load a checkpoint in float32.
+    def __init__(self, directory: pathlib.Path, rows: int = 128, dtype: torch.dtype = torch.float32) -> None:
+        """Load a checkpoint.
 
         Args:
             directory: folder with ``config.json`` and ``model.safetensors`` of a Llama model with tied
                 embeddings.
             rows: batch size for which the weights are packed; other sizes work too.
+            dtype: of linear layers and the cache. bfloat16 takes half the time on CPUs that multiply it; the
+                residual stream and the norms are float32 either way.
         """
+        self._dtype = dtype
         config = json.loads((directory / "config.json").read_text())
         self.hidden: int = config["hidden_size"]
         self.heads: int = config["num_attention_heads"]
@@ -88,19 +92,19 @@ class Target:
 
         self.embedding = get("embed_tokens.weight")
         self.norm = get("norm.weight")
-        self._head = _Packed(self.embedding, rows)
+        self._head = _Packed(self.embedding, rows, dtype)
         self._layers = []
         for i in range(config["num_hidden_layers"]):
             at, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
             self._layers.append(
                 _Layer(
                     get(f"layers.{i}.input_layernorm.weight"),
-                    _Packed(torch.cat([get(f"{at}.{x}_proj.weight") for x in "qkv"]), rows),
-                    _Packed(get(f"{at}.o_proj.weight"), rows),
+                    _Packed(torch.cat([get(f"{at}.{x}_proj.weight") for x in "qkv"]), rows, dtype),
+                    _Packed(get(f"{at}.o_proj.weight"), rows, dtype),
                     get(f"layers.{i}.post_attention_layernorm.weight"),
-                    _Packed(get(f"{mlp}.gate_proj.weight"), rows),
-                    _Packed(get(f"{mlp}.up_proj.weight"), rows),
-                    _Packed(get(f"{mlp}.down_proj.weight"), rows),
+                    _Packed(get(f"{mlp}.gate_proj.weight"), rows, dtype),
+                    _Packed(get(f"{mlp}.up_proj.weight"), rows, dtype),
+                    _Packed(get(f"{mlp}.down_proj.weight"), rows, dtype),
                 )
             )
         exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim
@@ -131,13 +135,14 @@ class Target:
         angle = torch.cat([angle, angle], -1)[:, None]
         cos, sin = angle.cos(), angle.sin()
         x = F.embedding(ids, self.embedding)
+        mask = mask.to(self._dtype)
         captured = []
         for i, layer in enumerate(self._layers):
             if i in BOUNDARIES:
                 captured.append(x.bfloat16())
             qkv = layer.qkv(self._norm(x, layer.input_norm))
             qkv = qkv.view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-            q = _rotate(qkv[:, : self.heads], cos, sin)
+            q = _rotate(qkv[:, : self.heads], cos, sin).to(self._dtype)
             keys, values = cache[i]
             keys[:, :, column:end] = _rotate(qkv[:, self.heads : self.heads + self.kv_heads], cos, sin)
             values[:, :, column:end] = qkv[:, self.heads + self.kv_heads :]
@@ -157,8 +162,8 @@ class Target:
         return self._head(final[:, -1]), torch.cat(captured, -1), final.bfloat16()
 
     @torch.inference_mode()
-    def answer(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
-        """Answer prompts greedily, all at once.
+    def answer(self, prompts: list[list[int]], max_new: int, temperature: float = 0.0, seed: int = 0) -> list[Answer]:
+        """Answer prompts, all at once.
 
         Rows that have ended leave the batch as soon as a tenth of it has, so short answers do not cost as
         much as long ones.
@@ -166,6 +171,8 @@ class Target:
         Args:
             prompts: token ids of each prompt.
             max_new: tokens after which an answer is cut.
+            temperature: 0 answers greedily, more draws from the target's distribution at that temperature.
+            seed: of the draws.
 
         Returns:
             One answer per prompt, in order.
@@ -174,7 +181,9 @@ class Target:
         shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
         batch, width = len(prompts), max(map(len, prompts)) - shared
         begin, columns = shared + width, shared + width + max_new
-        cache = [torch.zeros(2, batch, self.kv_heads, columns, self.head_dim) for _ in self._layers]
+        shape = (2, batch, self.kv_heads, columns, self.head_dim)
+        cache = [torch.zeros(shape, dtype=self._dtype) for _ in self._layers]
+        draws = torch.Generator().manual_seed(seed)
         kept_features: list[list[Tensor]] = [[] for _ in prompts]
         kept_final: list[list[Tensor]] = [[] for _ in prompts]
         if shared:
@@ -205,7 +214,12 @@ class Target:
         alive = list(range(batch))
         next_position = positions[:, -1]
         for step in range(max_new):
-            token = logits.argmax(-1)
+            if temperature:
+                below = (logits.float() / temperature).softmax(-1).cumsum(-1)
+                level = torch.rand(len(below), 1, generator=draws) * below[:, -1:]
+                token = torch.searchsorted(below, level, right=True)[:, 0].clamp(max=below.shape[1] - 1)
+            else:
+                token = logits.argmax(-1)
             for row, value in zip(alive, token.tolist(), strict=True):
                 if not completions[row] or completions[row][-1] not in self.eos:
                     completions[row].append(value)

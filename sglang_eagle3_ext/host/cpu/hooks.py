@@ -6,9 +6,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_eagle3_ext.host.cpu import BACKEND, cache_locs, tree
+from sglang_eagle3_ext.host.seams import SOURCE
 
 KERNELS = "sglang.kernels.ops.speculative"
 
@@ -56,11 +57,10 @@ def install() -> None:
 def _hook_once(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     if target not in _installed:
         _installed.add(target)
-        HookRegistry.register(target, hook, kind, source=_SOURCE)
+        HookRegistry.register(target, hook, kind, source=SOURCE)
 
 
 _installed: set[str] = set()
-_SOURCE = HookSource("eagle3_ext", "sglang-eagle3-ext")
 
 
 def make_latent_rotation(

@@ -106,9 +106,15 @@ class Eagle3CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Put this package's operators where SGLang looks for them, once per worker process."""
+        """Put this package's operators where SGLang looks for them, once per worker process.
+
+        Raises:
+            UnsupportedError: this SGLang lacks what the platform relies on.
+        """
+        from sglang_eagle3_ext.host import contract
         from sglang_eagle3_ext.host.cpu import attention, hooks, operators
 
+        contract.require("cpu")
         attention.register_backend()
         operators.register_operators()
         hooks.install()

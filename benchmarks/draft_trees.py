@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from sglang_eagle3_ext.kernels.split_merge import SplitPlan
+from sglang_eagle3_ext.kernels import tree_verify_gqa, tree_verify_mla
+from sglang_eagle3_ext.kernels.split_merge import SplitPlan, pack_mask, plan_splits
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Case(NamedTuple):
@@ -97,6 +101,12 @@ class Batch:
             **(keywords | changes),
         )
 
+    def on(self, device: torch.device) -> Batch:
+        """Move what the kernels read to a device; the oracle goes on reading the batch that stays."""
+        named = ("q", "k_draft", "v_draft", "k_pool", "v_pool", "kv_indptr", "kv_slots", "page_indptr", "sinks")
+        tensors = {name: getattr(self, name) for name in named}
+        return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
+
     def alone(self, b: int) -> Batch:
         """Take one request out of the batch; the pool stays."""
         n = self.case.num_draft
@@ -108,9 +118,9 @@ class Batch:
             q=self.q[rows],
             k_draft=self.k_draft[rows],
             v_draft=self.v_draft[rows],
-            kv_indptr=offsets([self.case.lengths[b]]),
+            kv_indptr=offsets([self.case.lengths[b]]).to(self.q.device),
             kv_slots=pages.contiguous(),
-            page_indptr=None if self.page_indptr is None else offsets([len(pages)]),
+            page_indptr=None if self.page_indptr is None else offsets([len(pages)]).to(self.q.device),
             parents=self.parents[b : b + 1],
             token_slots=self.token_slots[b : b + 1],
         )
@@ -282,3 +292,114 @@ def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Divide the largest difference by the step of the dtype at the largest value of each row."""
     step = torch.finfo(theirs.dtype).eps * theirs.float().abs().amax(-1, keepdim=True)
     return round(((ours.float() - theirs.float()).abs() / step).max().item(), 3)
+
+
+# ---- the cases that every implementation has to pass ---------------------------------------------------------------
+
+GQA_CASES: dict[str, Case] = {
+    "nothing-committed": Case((0, 0), 7, heads=8, kv_heads=2),
+    "ragged-7": Case((300, 0, 65), 7, heads=8, kv_heads=2, width=128),
+    "one-token": Case((64, 0, 1, 63, 65), 1, heads=8, kv_heads=2),
+    "group-5-13-tokens": Case((100, 40), 13, heads=10, kv_heads=2),
+    "64-tokens": Case((131,), 64),
+    "65-tokens-two-words": Case((70, 0), 65, heads=2),
+    "128-tokens-chain": Case((130,), 128, heads=2, kv_heads=2, chain=True),
+    "one-head-each": Case((90, 5), 5, heads=3, kv_heads=3, width=96),
+    "group-16": Case((70,), 3, heads=16),
+    "page-16": Case((133, 77), 13, heads=8, kv_heads=2, page_size=16),
+    "page-64-one-token-on-a-page": Case((129, 1, 0), 8, heads=8, kv_heads=1, page_size=64),
+    "wide-keys": Case((100, 30), 3, width=192, value_width=128),
+    "head-256": Case((100, 30), 3, width=256),
+    "large-logits": Case((200, 40), 8, size=6.0),
+    "chunks-of-one-tile": Case((600,), 4, target=100),
+    "each-request-cut-alone": Case((600, 70), 4, batch_invariant=True, target=3),
+    "float16": Case((100, 40), 6, heads=8, kv_heads=2, dtype=FP16),
+    "float32": Case((130, 40), 6, heads=8, kv_heads=2, dtype=FP32),
+    "fp8": Case((130, 40), 8, heads=8, kv_heads=2, kv_dtype=E4M3, k_scale=0.37, v_scale=1.9),
+    "fp8-e5m2-float16": Case((130, 40), 8, kv_dtype=E5M2, dtype=FP16, k_scale=0.37, v_scale=1.9),
+    "window": Case((300, 40, 0), 8, window=70),
+    "window-two-words": Case((300,), 70, heads=2, window=90),
+    "logit-cap": Case((130, 40), 8, logit_cap=5.0, size=2.0),
+    "sinks": Case((130, 0, 7), 8, heads=8, kv_heads=2, sinks=True),
+    "everything": Case(
+        (200, 0, 7), 7, page_size=16, kv_dtype=E4M3, k_scale=0.5, v_scale=2.0, window=20, logit_cap=3.0, sinks=True
+    ),
+    "llama-3.1-8b": Case((200,), 8, heads=32, kv_heads=8, width=128),
+}
+
+SMALL_LATENT = {"width": 80, "value_width": 64}
+KIMI_LATENT = {"width": 576, "value_width": 512}
+MLA_CASES: dict[str, Case] = {
+    "prefix 0, one token": Case((0,), 1, 1, **SMALL_LATENT),
+    "prefix 0, 3 requests": Case((0, 0, 0), 7, 3, **SMALL_LATENT),
+    "ragged": Case((1, 0, 63, 65, 300), 7, 5, **SMALL_LATENT),
+    "13 tokens, fp16": Case((130, 17), 13, 5, dtype=FP16, **SMALL_LATENT),
+    "fp32": Case((66, 17), 5, 2, dtype=FP32, **SMALL_LATENT),
+    "64 tokens": Case((70,), 64, 2, **SMALL_LATENT),
+    "70 tokens: two words of bits": Case((3,), 70, 1, **SMALL_LATENT),
+    "chain": Case((90, 5), 6, 3, chain=True, **SMALL_LATENT),
+    "pages of 16": Case((133, 77), 7, 3, page_size=16, **SMALL_LATENT),
+    "pages of 64": Case((130, 1), 7, 3, page_size=64, **SMALL_LATENT),
+    "fp8 with a scale": Case((140, 9), 5, 3, kv_dtype=E4M3, k_scale=0.37, **SMALL_LATENT),
+    "large scores": Case((150, 40), 5, 3, size=5.0, **SMALL_LATENT),
+    "128 heads": Case((70,), 2, 128, **SMALL_LATENT),
+    "many chunks in float16": Case((700,), 8, 8, target=32, **SMALL_LATENT),
+    "kimi-k2.5 tp8": Case((150, 0), 8, 8, **KIMI_LATENT),
+    "kimi-k2.5 tp8, fp8, pages": Case((140,), 4, 8, kv_dtype=E4M3, k_scale=0.5, page_size=64, **KIMI_LATENT),
+}
+
+
+def latents(case: Case, seed: int = 0) -> Batch:
+    """Draw a batch whose one kv head has the front of its keys for values."""
+    batch = make_batch(case._replace(v_scale=case.k_scale), seed)
+    width = batch.v_draft.shape[2]
+    return replace(batch, v_draft=batch.k_draft[..., :width], v_pool=batch.k_pool[..., :width])
+
+
+def plan_of(batch: Batch) -> SplitPlan:
+    """Plan the chunks of a batch as its case asks."""
+    case = batch.case
+    return plan_splits(
+        batch.kv_indptr, target=case.target, min_chunk=case.min_chunk, batch_invariant=case.batch_invariant
+    )
+
+
+def bits_of(batch: Batch) -> torch.Tensor:
+    """Pack the ancestors of every draft token of a batch."""
+    return pack_mask(batch.mask.to(batch.q.device), batch.kv_indptr, batch.case.num_draft)
+
+
+def verify_gqa(
+    batch: Batch,
+    operator: Callable[..., torch.Tensor] = tree_verify_gqa.tree_verify_gqa,
+    *,
+    bits: torch.Tensor | None = None,
+    **changes: Any,
+) -> torch.Tensor:
+    """Plan, pack and attend, all with our kernels."""
+    return batch.call(operator, plan_of(batch), bits_of(batch) if bits is None else bits, **changes)
+
+
+def verify_mla(
+    batch: Batch,
+    operator: Callable[..., torch.Tensor] = tree_verify_mla.tree_verify_mla,
+    plan: SplitPlan | None = None,
+    bits: torch.Tensor | None = None,
+    **changes: Any,
+) -> torch.Tensor:
+    """Do the same over latents, with the tensors of a batch or with some of them changed."""
+    tensors = {
+        "q": batch.q,
+        "latent_draft": batch.k_draft[:, 0],
+        "latent_pool": batch.k_pool[:, 0],
+        "kv_indptr": batch.kv_indptr,
+        "kv_slots": batch.kv_slots,
+        "ancestors": bits_of(batch) if bits is None else bits,
+        "plan": plan_of(batch) if plan is None else plan,
+        "latent_width": batch.v_draft.shape[2],
+        "scale": 1 / math.sqrt(batch.case.width),
+        "kv_scale": batch.case.k_scale,
+        "page_size": batch.case.page_size,
+        "page_indptr": batch.page_indptr,
+    }
+    return operator(**(tensors | changes))
