@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang_eagle3_ext.kernels.fc_proj import Norm, fc_proj, fc_proj_torch, quantise_fc_weight
 from sglang_eagle3_ext.kernels.norm_concat import norm_concat, norm_concat_torch
+from sglang_eagle3_ext.kernels.split_merge import pack_mask, plan_splits
 from tqdm import tqdm
 
 from benchmarks.draft_trees import (
@@ -24,11 +25,14 @@ from benchmarks.draft_trees import (
     FP32,
     GQA_CASES,
     MLA_CASES,
+    SMALL_LATENT,
     Case,
+    bits_of,
     excess,
     latents,
     make_batch,
     oracle,
+    plan_of,
     verify_gqa,
     verify_mla,
 )
@@ -143,10 +147,12 @@ def check_norm_concat(rows: int, width: int, dtype: torch.dtype, device: torch.d
 
     def call(operator: Callable[..., tuple[torch.Tensor, torch.Tensor]], where: torch.device) -> torch.Tensor:
         there = (t.to(where) for t in (hidden, tokens, table))
-        both, _ = operator(*there, embed_norm_weight=left.to(where), hidden_norm_weight=right.to(where), eps=EPS)
-        return both.cpu()
+        norms = {"embed_norm_weight": left.to(where), "hidden_norm_weight": right.to(where)}
+        both, residual = operator(*there, **norms, eps=EPS, residual="post_norm")
+        return torch.cat([both, residual], 1).cpu()
 
-    truth = torch.cat([exact(table[tokens], left), exact(hidden, right)], 1)
+    normed = exact(hidden, right)
+    truth = torch.cat([exact(table[tokens], left), normed, normed], 1)
     twin = (call(norm_concat_torch, torch.device("cpu")).double() - truth).abs().max().item()
     error = (call(norm_concat, device).double() - truth).abs().max().item()
     return error, _budget(twin, truth, dtype, width)
@@ -183,6 +189,43 @@ def _tree_error(case: Case, y: torch.Tensor, truth: torch.Tensor) -> tuple[float
     return excess(y, truth), 1.5 if case.kv_dtype is None else 2.0
 
 
+def check_replay(latent: bool, device: torch.device) -> tuple[float, float]:
+    """Verify other requests in the memory of earlier ones, as a CUDA graph does that was captured once.
+
+    Plan and bits are made in the graph, from lengths and masks that change between replays. Without a CUDA device the
+    same calls are made again.
+    """
+    first, second = Case((300, 40), 8, heads=8, kv_heads=2, target=8), Case((65, 180), 8, heads=8, kv_heads=2, target=8)
+    if latent:
+        first, second = (case._replace(kv_heads=1, **SMALL_LATENT) for case in (first, second))
+    drawn = [latents(case, seed) if latent else make_batch(case, seed) for seed, case in enumerate((first, second))]
+    there = [batch.on(device) for batch in drawn]
+    memory, operator = there[0], verify_mla if latent else verify_gqa
+    plan, bits = plan_of(memory), bits_of(memory)
+    mask = memory.mask.to(device)
+    out = torch.empty(len(memory.q), first.heads, memory.v_draft.shape[2], dtype=memory.q.dtype, device=device)
+
+    def step() -> None:
+        pack_mask(mask, memory.kv_indptr, first.num_draft, out=bits)
+        plan_splits(memory.kv_indptr, target=first.target, min_chunk=first.min_chunk, out=plan)
+        operator(memory, plan=plan, bits=bits, out=out)
+
+    step()
+    replay: Callable[[], object] = step
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+    for name in ("q", "k_draft", "k_pool", "kv_indptr", "kv_slots", *(() if latent else ("v_draft", "v_pool"))):
+        new = getattr(there[1], name)
+        getattr(memory, name)[: len(new)].copy_(new)
+    mask.copy_(drawn[1].mask)
+    out.fill_(float("nan"))
+    replay()
+    return _tree_error(second, out.cpu(), oracle(drawn[1]))
+
+
 def check_far_slots(device: torch.device) -> tuple[float, float]:
     """Verify out of a pool of three million slots, past what 32 bits address; needs 12 GB of the device."""
     batch = make_batch(Case((90, 33), 6, heads=8, kv_heads=8, width=128))
@@ -208,6 +251,8 @@ CHECKS: dict[tuple[str, str], Check] = {
     },
     **{("tree_verify_gqa", name): partial(check_tree, case, False) for name, case in GQA_CASES.items()},
     ("tree_verify_gqa", "slots past 32 bits"): check_far_slots,
+    ("tree_verify_gqa", "other requests in a replay"): partial(check_replay, False),
+    ("tree_verify_mla", "other requests in a replay"): partial(check_replay, True),
     **{("tree_verify_mla", name): partial(check_tree, case, True) for name, case in MLA_CASES.items()},
 }
 """By operator and case."""

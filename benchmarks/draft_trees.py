@@ -316,6 +316,7 @@ GQA_CASES: dict[str, Case] = {
     "float16": Case((100, 40), 6, heads=8, kv_heads=2, dtype=FP16),
     "float32": Case((130, 40), 6, heads=8, kv_heads=2, dtype=FP32),
     "fp8": Case((130, 40), 8, heads=8, kv_heads=2, kv_dtype=E4M3, k_scale=0.37, v_scale=1.9),
+    "fp8-e5m2": Case((130, 40), 8, heads=8, kv_heads=2, kv_dtype=E5M2, k_scale=0.37, v_scale=1.9),
     "fp8-e5m2-float16": Case((130, 40), 8, kv_dtype=E5M2, dtype=FP16, k_scale=0.37, v_scale=1.9),
     "window": Case((300, 40, 0), 8, window=70),
     "window-two-words": Case((300,), 70, heads=2, window=90),
@@ -341,6 +342,7 @@ MLA_CASES: dict[str, Case] = {
     "pages of 16": Case((133, 77), 7, 3, page_size=16, **SMALL_LATENT),
     "pages of 64": Case((130, 1), 7, 3, page_size=64, **SMALL_LATENT),
     "fp8 with a scale": Case((140, 9), 5, 3, kv_dtype=E4M3, k_scale=0.37, **SMALL_LATENT),
+    "e5m2 with a scale": Case((140, 9), 5, 3, kv_dtype=E5M2, k_scale=0.37, **SMALL_LATENT),
     "large scores": Case((150, 40), 5, 3, size=5.0, **SMALL_LATENT),
     "128 heads": Case((70,), 2, 128, **SMALL_LATENT),
     "many chunks in float16": Case((700,), 8, 8, target=32, **SMALL_LATENT),
@@ -372,12 +374,13 @@ def bits_of(batch: Batch) -> torch.Tensor:
 def verify_gqa(
     batch: Batch,
     operator: Callable[..., torch.Tensor] = tree_verify_gqa.tree_verify_gqa,
-    *,
+    plan: SplitPlan | None = None,
     bits: torch.Tensor | None = None,
     **changes: Any,
 ) -> torch.Tensor:
     """Plan, pack and attend, all with our kernels."""
-    return batch.call(operator, plan_of(batch), bits_of(batch) if bits is None else bits, **changes)
+    plan, bits = plan_of(batch) if plan is None else plan, bits_of(batch) if bits is None else bits
+    return batch.call(operator, plan, bits, **changes)
 
 
 def verify_mla(

@@ -55,9 +55,10 @@ def story(result: dict[str, Any]) -> str:
     """Write the story's two tables with what they were measured on."""
     machine, versions, settings = result["machine"], result["versions"], result["settings"]
     note = (
-        f"{machine['cpu']}, {machine['cores']} cores, {settings['dtype']}, one request at a time: "
-        f"{settings['questions']} prompts, {settings['max_tokens']} tokens each, median of {settings['rounds']} "
-        f"interleaved rounds. SGLang {versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before, {settings['threads']} "
+        f"threads per server, {settings['dtype']}, one request at a time: {settings['questions']} prompts, "
+        f"{settings['max_tokens']} tokens each, median of {settings['rounds']} interleaved rounds. "
+        f"SGLang {versions['sglang']}, PyTorch {versions['torch']}, {result['date']}. "
         "Data: [pair.json](../benchmarks/results/pair.json)."
     )
     tables = [

@@ -285,7 +285,15 @@ def vision_tensors() -> dict[str, Tensor]:
 
 
 def write_draft(folder: Path, kind: str, sources: Sequence[str] = SOURCES, **changes: Any) -> Path:
-    """Write an untrained draft for the target: ``latent`` (MLA) or ``grouped`` (Llama-type, K x M -> M)."""
+    """Write an untrained draft for the target: ``latent`` (MLA) or ``grouped`` (Llama-type, K x M -> M).
+
+    The latter has what public ones have: yarn under the older key, the target's base, and a part of the vocabulary.
+    """
+    config: dict[str, Any] = {"eagle3_ext": {"sources": list(sources)}}
+    if kind == "grouped":
+        shared = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        scaling = {key: TEXT["rope_scaling"][key] for key in shared}
+        config |= {"rope_theta": TEXT["rope_theta"], "rope_scaling": scaling}
     return checkpoints.write_draft(
         folder,
         {"latent": "deepseek", "grouped": "specforge"}[kind],
@@ -293,9 +301,9 @@ def write_draft(folder: Path, kind: str, sources: Sequence[str] = SOURCES, **cha
         heads=4,
         intermediate=96,
         vocab=VOCAB,
-        draft_vocab=VOCAB,
+        draft_vocab=VOCAB if kind == "latent" else VOCAB * 3 // 4,
         num_sources=len(sources),
-        config_changes={"eagle3_ext": {"sources": list(sources)}},
+        config_changes=config,
         **changes,
     )
 

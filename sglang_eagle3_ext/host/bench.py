@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -437,7 +439,7 @@ def compare(
     plan = assembly.plan_pair(
         settings.draft, settings.target, revision=settings.revision, target_revision=settings.target_revision
     )
-    dtype = served_dtype(settings)
+    dtype, sha256 = served_dtype(settings), weights_sha256(Path(plan.spec.path))
     servers, left_out = make_servers(settings, plan)
     for name, reason in left_out.items():
         _say(f"Without the row {name}: {reason}.")
@@ -463,6 +465,7 @@ def compare(
         "versions": versions(),
         "settings": {
             "draft": _shown(settings.draft),
+            "draft_sha256": sha256,
             "target": _shown(settings.target),
             "questions": len(settings.prompts),
             "rounds": settings.rounds,
@@ -490,6 +493,16 @@ def compare(
     result["differences"] = [{**asdict(item), "near_tie": item.is_near_tie} for item in differences]
     _save(result, file)
     return result
+
+
+def weights_sha256(folder: Path) -> str:
+    """Hash the weights of a checkpoint, file after file in the order of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        with file.open("rb") as stream:
+            for block in iter(partial(stream.read, 1 << 20), b""):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _judge(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from benchmarks import dialects, render, startup
+from benchmarks.demo.target import ROOT
 from benchmarks.stamp import demo_draft
 from sglang_eagle3_ext.host import report
 
@@ -78,6 +80,49 @@ def test_compatibility_names_every_symbol_that_is_touched():
 def test_the_story_is_what_its_result_says():
     text = render.STORY.read_text()
     assert render.render_story(text, render.committed(render.PAIR)) == text, "run: make docs"
+
+
+def test_the_pair_is_this_draft_and_meets_its_bars():
+    result = render.committed(render.PAIR)
+    assert result is not None
+    settings = result["settings"]
+    assert settings["draft_sha256"] == demo_draft()
+    assert settings["rounds"] >= 5
+    assert {name: group["prompts"] for name, group in result["groups"].items()} == {"seen": 20, "unseen": 20}
+    runs = {run["name"]: run for run in result["runs"]}
+    assert runs["stock"]["spec_accept_length"] <= 1.25
+    assert runs["stock_permuted"]["spec_accept_length"] <= 1.3
+    assert result["ratios"]["stock"]["of_medians"] < 1
+    assert runs["ours"]["verify_steps"] == runs["ours_permuted"]["verify_steps"]
+    assert runs["ours"]["spec_accept_length"] > 1.5
+
+
+def test_the_story_shows_the_command_that_measured_it():
+    result = render.committed(render.PAIR)
+    assert result is not None
+    settings = result["settings"]
+    shown = render.STORY.read_text().replace("\\\n", " ")
+    (command,) = (line for line in shown.splitlines() if "sglang-eagle3 bench" in line)
+    assert f"OMP_NUM_THREADS={settings['threads']} " in command
+    assert f"--tokens {settings['max_tokens']} " in command
+    assert f"--dtype {settings['dtype']}" in command
+    assert ("--rounds" in command) is (settings["rounds"] != 5)
+
+
+def test_evaluation_prompts_are_in_no_training_text():
+    asked = json.loads((ROOT / "benchmarks" / "demo" / "prompts_eval.json").read_text())
+    assert {half: len(entries) for half, entries in asked.items()} == {"seen": 20, "unseen": 20}
+    train = ROOT / "benchmarks" / "demo" / "train"
+    files = ("questions.txt", "questions_validation.txt", "prompts.py")
+    text = "\n".join((train / name).read_text() for name in files).lower()
+    assert [e["prompt"] for half in asked.values() for e in half if e["prompt"].lower() in text] == []
+    assert [e["topic"] for e in asked["unseen"] if e["topic"].lower() in text] == []
+
+
+def test_the_drafts_card_names_its_weights():
+    card = (ROOT / "benchmarks" / "demo" / "draft" / "README.md").read_text()
+    assert demo_draft() in card
+    assert (ROOT / "benchmarks" / "demo" / "draft" / "model.safetensors").stat().st_size <= 26_000_000
 
 
 def test_starting_costs_at_most_a_second_and_what_the_page_says():

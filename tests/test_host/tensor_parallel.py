@@ -16,6 +16,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +128,8 @@ class Case(NamedTuple):
     variant: gqa.Variant
     kernels: str = "on"
     latent: bool = False
+    fp8: bool = False
+    """Whether ``fc`` reads a copy of its weight in FP8."""
 
 
 THREE_HEADS = {"hidden": 30, "target_hidden": 32, "heads": 3, "kv_heads": 3}
@@ -143,6 +146,8 @@ CASES: dict[str, Case] = {
     "norm_over_all": Case(gqa.VARIANTS["norm_over_all_permuted"]),
     "every_bias": Case(gqa.VARIANTS["every_bias"]),
     "every_bias_by_kernels": Case(gqa.VARIANTS["every_bias"], "triton"),
+    "every_bias_in_fp8_by_kernels": Case(gqa.VARIANTS["every_bias"], "triton", fp8=True),
+    "norms_per_source_in_fp8": Case(gqa.VARIANTS["norms_per_source_permuted"], fp8=True),
     "layers_with_head_norms": Case(gqa.VARIANTS["speculators_qk_norms"]),
     "layers_with_biases_after_norm": Case(gqa.VARIANTS["two_layers_post_norm_biases"]),
     "one_kv_head": Case(gqa.Variant({"kv_heads": 1}, says={"attention.kv_heads": 1})),
@@ -261,6 +266,9 @@ def run_draft(case: Case, folder: Path, name: str, ranks: int) -> dict[str, Any]
     model = gqa.build(config)
     gqa.share(model, target)
     room.put_attention(model)
+    if case.fp8:
+        model.model.operators = replace(model.model.operators, fp8_weight=True)
+        model.finish_load()
     served = gqa.Served(model, plan, reference=None, target=target)  # type: ignore[arg-type]
     features = served.features(9)
     states = served.in_capture_order(features)

@@ -252,6 +252,23 @@ def test_a_pass_without_a_graph(runner: Any, ours: Any, stock: Any, layer: Any) 
     assert (chain.double() - oracle(batch)).abs().max() > 0.05
 
 
+def test_pages_of_16_are_followed_slot_by_slot(runner: Any, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    monkeypatch.setattr(runner, "page_size", 16)
+    batch = draw(runner, layer, CASE._replace(page_size=16))
+    taken = set(torch.cat(batch.token_slots).tolist())
+    free = [slot for slot in range(16, 256) if slot not in taken]
+    monkeypatch.setitem(globals(), "DRAFT_SLOTS", torch.tensor(free[: 3 * Q]))
+    stock = TritonAttnBackend(runner)
+    expected = eager(runner, stock, batch, layer, full_mask(batch, CASE.lengths))
+    got = eager(runner, ATTENTION_BACKENDS["triton"](runner), batch, layer, batch.mask)
+    assert stock.page_size == 16
+    torch.testing.assert_close(got, expected, **CLOSE)
+    torch.testing.assert_close(got.double(), oracle(batch), **CLOSE)
+
+
 def test_graphs_are_captured_once_and_replayed(runner: Any, ours: Any, stock: Any, layer: Any) -> None:
     """Four requests are captured; batches of three and of two are replayed in them, padded as SGLang pads them."""
     for backend in (stock, ours):

@@ -20,8 +20,8 @@ interpret(fc_proj, norm_concat, split_merge, tree_verify_gqa, tree_verify_mla)
 CPU = torch.device("cpu")
 TREES = {
     ("tree_verify_gqa", name)
-    for name in ("nothing-committed", "everything", "each-request-cut-alone", "float32", "65-tokens-two-words")
-} | {("tree_verify_mla", name) for name in ("prefix 0, one token", "fp8 with a scale", "pages of 16")}
+    for name in ("nothing-committed", "everything", "each-request-cut-alone", "float32", "other requests in a replay")
+} | {("tree_verify_mla", name) for name in ("prefix 0, one token", "pages of 16", "other requests in a replay")}
 """The others are run by the tests of their kernels."""
 HERE = sorted(TREES | {check for check in device_checks.CHECKS if check[0] in ("fc_proj", "norm_concat")})
 
@@ -29,7 +29,8 @@ HERE = sorted(TREES | {check for check in device_checks.CHECKS if check[0] in ("
 def test_every_case_of_the_kernels_tests_is_checked() -> None:
     trees = {check for check in device_checks.CHECKS if check[0].startswith("tree_verify")}
     cases = {("tree_verify_gqa", name) for name in GQA_CASES} | {("tree_verify_mla", name) for name in MLA_CASES}
-    assert trees == cases | {("tree_verify_gqa", "slots past 32 bits")}
+    replays = {(kernel, "other requests in a replay") for kernel in ("tree_verify_gqa", "tree_verify_mla")}
+    assert trees == cases | replays | {("tree_verify_gqa", "slots past 32 bits")}
     options = [*GQA_CASES.values(), *MLA_CASES.values()]
     assert {case.page_size for case in options} == {1, 16, 64}
     assert {case.dtype for case in options} == {torch.bfloat16, torch.float16, torch.float32}

@@ -171,6 +171,24 @@ def test_a_third_of_what_sglang_moves(length: int, num_draft: int, record: Calla
     record("traffic", kernel="tree_verify_gqa", shape=shape, of_sglang_extend=round(share, 3), bar=0.31)
 
 
+@pytest.mark.host
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
+def test_a_third_at_long_context(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
+    """What SGLang's kernel moves grows in proportion to the context, request by request: two lengths tell the rest."""
+    short = []
+    for length in (512, 1024):
+        with Traffic() as stock, skip_products():
+            extend(llama((length,), 8))
+        short.append(stock.bytes())
+    per_token = (short[1] - short[0]) / 512
+    theirs = len(lengths) * (short[0] - 512 * per_token) + sum(lengths) * per_token
+    share = measure(llama(lengths, 8), long_steps=True).bytes() / theirs
+    assert share <= 0.31
+    shape = f"llama-3.1-8b, {lengths[0]} x {len(lengths)}, 8 tokens"
+    record("traffic", kernel="tree_verify_gqa", shape=shape, of_sglang_extend=round(share, 3), bar=0.31)
+
+
 CHAIN = Case((130, 0, 17), 7, heads=8, kv_heads=2, width=128, chain=True)
 AS_STOCK = {
     "trees": (Case((130, 0, 17), 13, heads=8, kv_heads=2, width=128), extend),

@@ -118,6 +118,24 @@ def test_at_most_an_eighth_of_the_bytes_of_the_extend_kernel(record: Callable[..
 
 @pytest.mark.host
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
+def test_an_eighth_at_long_context(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
+    """What SGLang's kernel moves grows in proportion to the context, request by request: two lengths tell the rest."""
+    short = []
+    for length in (512, 1024):
+        with skip_products(), Traffic() as traffic:
+            extend(draw((length,), 8))
+        short.append(traffic.bytes())
+    per_token = (short[1] - short[0]) / 512
+    theirs = len(lengths) * (short[0] - 512 * per_token) + sum(lengths) * per_token
+    share = measure(draw(lengths, 8), long_steps=True).bytes() / theirs
+    assert share <= 0.12
+    shape = f"kimi-k2.5 tp8, {lengths[0]} x {len(lengths)}, 8 tokens"
+    record("traffic", kernel="tree_verify_mla", shape=shape, of_sglang_extend=round(share, 3), bar=0.12)
+
+
+@pytest.mark.host
+@pytest.mark.usefixtures("hopper")
 def test_the_result_is_that_of_the_extend_kernel(record: Callable[..., None]) -> None:
     batch = draw((70, 3), 8)
     bits = pack_mask(batch.mask, batch.kv_indptr, 8)

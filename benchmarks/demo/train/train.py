@@ -261,7 +261,7 @@ class Run:
             self.update, self.seconds, self.best = saved["update"], saved["seconds"], saved["best"]
 
     def _finished(self) -> list[str]:
-        kinds = ("questions", "forms", "sampled")
+        kinds = ("questions", "forms", "sampled", "kept")
         return sorted(p.name for kind in kinds for p in self.arguments.data.glob(f"{kind}-*.safetensors"))
 
     def _volume(self) -> dict[str, int]:
