@@ -9,6 +9,7 @@ carried as its wheel, unpacked into the same folder (pip download --no-deps flas
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 from pathlib import Path
@@ -48,13 +49,19 @@ def __getattr__(name):
 }
 
 
-def carry(package: Path, to: Path) -> None:
+def carry(package: Path, release: str, to: Path) -> None:
     """Write a package ``sglang`` that has these kernels and nothing else.
 
     Args:
         package: folder of the installed package.
+        release: its version, which results name.
         to: folder to write it into; what an earlier call wrote there is replaced.
     """
+    for earlier in to.glob("sglang-*.dist-info"):
+        shutil.rmtree(earlier)
+    about = to / f"sglang-{release}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {release}\n")
     target = to / "sglang"
     shutil.rmtree(target, ignore_errors=True)
     (target / FOLDER).mkdir(parents=True)
@@ -74,7 +81,7 @@ def main() -> None:
         raise SystemExit(
             "sglang: not installed here; expected the release whose kernels are to be carried. Install it."
         )
-    carry(Path(spec.origin).parent, TO)
+    carry(Path(spec.origin).parent, importlib.metadata.version("sglang"), TO)
     print(f"wrote {TO.relative_to(ROOT)}; there: PYTHONPATH={TO.relative_to(ROOT)} make gpu PYTHON=python3")
 
 

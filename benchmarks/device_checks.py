@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -280,7 +281,7 @@ def run_check(check: tuple[str, str], device: torch.device) -> Row:
         ``op``, ``case``, ``error`` and ``bar`` (null where there are none), ``problem`` (null where it is right) and
         ``skipped`` (null, or why).
     """
-    row: Row = {"op": check[0], "case": check[1], "error": None, "bar": None, "problem": None, "skipped": None}
+    row = _row(check)
     try:
         row["skipped"] = why_not(check, device)
         if row["skipped"] is None:
@@ -292,9 +293,19 @@ def run_check(check: tuple[str, str], device: torch.device) -> Row:
     return row
 
 
+def _row(check: tuple[str, str], problem: str | None = None) -> Row:
+    return {"op": check[0], "case": check[1], "error": None, "bar": None, "problem": problem, "skipped": None}
+
+
 def run_checks(device: torch.device) -> Iterator[Row]:
-    """Run all checks, in processes of their own beside one another, with a progress bar."""
+    """Run all checks, in processes of their own beside one another, with a progress bar.
+
+    A process that dies breaks the checks that had not ended, each of which says so.
+    """
     workers = max(1, min(WORKERS, (os.cpu_count() or 2) - 1))
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        rows = pool.imap_unordered(partial(run_check, device=device), CHECKS)
-        yield from tqdm(rows, total=len(CHECKS), desc="checks")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        begun = {pool.submit(run_check, check, device): check for check in CHECKS}
+        for done in tqdm(as_completed(begun), total=len(begun), desc="checks"):
+            error = done.exception()
+            yield done.result() if error is None else _row(begun[done], f"{type(error).__name__}: {error}")

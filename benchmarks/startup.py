@@ -4,7 +4,7 @@ Every process of SGLang loads its plugins, also those that serve no draft. Measu
 kind, interleaved, with the plugin and with it filtered out (``SGLANG_PLUGINS`` names no plugin): a process imports
 what SGLang has it import before it loads the plugins, loads them, and imports what it goes on to import; the whole
 process counts, and its memory. In a launcher with a draft, where the draft is read and checked, the settling of its
-flags belongs to it, and there the plugin is compared with ``EAGLE3_EXT=off``. With ``--servers`` also the time from
+flags belongs to it, and there the plugin is compared with ``EAGLE3_EXT=off``. Also the time from
 the command to the first answered health check of a server with a draft. Writes benchmarks/results/startup.json;
 `make docs` writes docs/install.md's sentence from it.
 """
@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--servers", type=int, default=3, help="rounds of starting servers")
     options = parser.parse_args()
+    if min(options.rounds, options.servers) < 1:
+        parser.error(f"--rounds, --servers: got {options.rounds}, {options.servers}; expected at least 1 of each.")
     stamped = stamp()
     if warning := bench.busy(stamped["machine"]):
         print(warning)

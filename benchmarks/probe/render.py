@@ -113,6 +113,17 @@ def served(part: dict[str, Any] | None) -> str:
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 
 
+def _switches(pair: dict[str, Any]) -> str:
+    """Say which switches are found, and which are not told; the rotary base never is on so short texts."""
+    found = [f"{key} {value}" for key, value in pair["switches"]["found"].items()]
+    unsure = [
+        f"{key} {' or '.join(values)}"
+        for key, values in pair["undecided"].items()
+        if key in pair["switches"]["trained"]
+    ]
+    return ", ".join(found + [f"({text}?)" for text in unsure]) or "-"
+
+
 def pairs(part: dict[str, Any] | None) -> str:
     """Say what is found of drafts that were trained on tiny targets."""
     if part is None:
@@ -131,11 +142,21 @@ def pairs(part: dict[str, Any] | None) -> str:
                 f"[{', '.join(pair['trained'])}]",
                 pair["vocabulary"],
                 found,
+                _switches(pair),
                 alike or "-",
                 f"{pair['accept_length']:.2f}",
             ]
         )
-    header = ["target", "layers", "trained on", "vocabulary", "found", "not told apart", "accept length"]
+    header = [
+        "target",
+        "layers",
+        "trained on",
+        "vocabulary",
+        "found",
+        "switches found",
+        "not told apart",
+        "accept length",
+    ]
     note = f"Trained for 900 updates, told nothing, 240 answers of 24 tokens. {DATA}"
     return "\n".join([*markdown_table(header, rows), "", note]) + "\n"
 

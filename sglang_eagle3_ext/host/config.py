@@ -78,12 +78,6 @@ def read_spec(path: str, revision: str | None, override: Mapping[str, Any] | Non
                 f"{path}: declares its assembly in eagle3_ext, which stock SGLang does not read; expected "
                 f"sglang-eagle3-ext to fit this SGLang. {' '.join(problems)} Run: sglang-eagle3 doctor"
             )
-        logger.error(
-            "%s is served by stock's rules, because sglang-eagle3-ext does not fit this SGLang: %s "
-            "run: sglang-eagle3 doctor",
-            path,
-            " ".join(problems),
-        )
         return None
     return spec
 
@@ -107,12 +101,13 @@ def _contract_problems() -> tuple[str, ...]:
     It imports every model of SGLang's, which its workers have and its launcher has not: seconds. Of the release that
     the contract was written for, the workers check it.
     """
-    from sglang_eagle3_ext.host import seams
+    from sglang_eagle3_ext.host import plugin, seams
 
+    replaced = tuple(seams.problems({hook.seam for hook in plugin.all_hooks()}))
     is_launcher = multiprocessing.parent_process() is None and "sglang.srt.models.registry" not in sys.modules
     if is_launcher and contract.installed_version() == contract.REFERENCE_VERSION:
-        return tuple(seams.problems())
-    return (*seams.problems(), *_checked_contract_problems())
+        return replaced
+    return (*replaced, *_checked_contract_problems())
 
 
 @cache

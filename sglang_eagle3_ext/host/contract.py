@@ -807,6 +807,14 @@ ROWS: tuple[Row, ...] = (
         "parallel_group",
     ),
     _part("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather", "input_"),
+    Row(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator",
+        "value",
+        ("group_ranks", "local_rank"),
+        "models",
+        "join what the ranks' proofs found, over its `cpu_group`",
+        _UPSTREAM,
+    ),
     _part(f"{_LAYERS}.linear.ReplicatedLinear", "input_size", "output_size", "bias", "prefix"),
     _part(
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA",

@@ -41,7 +41,7 @@ cls, _ = get_model_architecture(types.SimpleNamespace(hf_config=hf_config, quant
 if os.environ.get("SGLANG_PLATFORM") == "eagle3_ext":
     current_platform.init_backend()
 print(json.dumps({"model_class": f"{cls.__module__}.{cls.__name__}", "hooks": hooks,
-                  "seams": wanted, "replaced": list(seams.problems()),
+                  "seams": wanted, "replaced": list(seams.problems(wanted)),
                   "backends": sorted(ATTENTION_BACKENDS), "platform": type(current_platform).__name__}))
 """
 
@@ -197,12 +197,12 @@ def _fresh_process() -> list[Check]:
     checks = []
     ours = found["model_class"].startswith("sglang_eagle3_ext.") is read_switches().ext
     checks.append(Check("ok" if ours else "FAIL", "model class", f"{found['model_class']} serves EAGLE-3 drafts"))
-    seams = set(found["seams"])
-    absent = sorted(seams - set(found["hooks"])) if read_switches().ext else []
-    wrong = [f"not placed: {', '.join(absent)}"] if absent else []
-    checks += [Check("FAIL", "hooks", text) for text in (*wrong, *found["replaced"])] or [
-        Check("ok", "hooks", f"{len(seams)} placed")
-    ]
+    if read_switches().ext:
+        absent = sorted(set(found["seams"]) - set(found["hooks"]))
+        wrong = [f"not placed: {', '.join(absent)}"] if absent else []
+        checks += [Check("FAIL", "hooks", text) for text in (*wrong, *found["replaced"])] or [
+            Check("ok", "hooks", f"{len(found['hooks'])} placed")
+        ]
     checks.append(_platform(found["platform"], found["backends"]))
     return checks
 

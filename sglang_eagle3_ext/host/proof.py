@@ -97,7 +97,7 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
         ) from error
     problems = [*compare(plan, passes, runner.dtype), *size_problems(plan, runner.dtype, draft_worker.draft_runner)]
     if problems:
-        return Verdict("FAILED", tuple(_of_this_rank(problem) for problem in problems))
+        return failed(*problems)
     unseen = [assembly.spell(b, plan.target.num_layers) for b in plan.capture if b not in passes[0].seen]
     if unseen:
         logger.warning(
@@ -110,6 +110,11 @@ def prove(draft_worker: Any, plan: AssemblyPlan) -> Verdict:
     rows = sum(len(p.handed) for p in passes if p.handed is not None)
     text = f"{len(plan.capture) - len(unseen)} of {len(plan.capture)} state(s) equal the residual stream, {rows} tokens"
     return Verdict(f"{text}, {time.perf_counter() - started:.2f} s")
+
+
+def failed(*problems: str) -> Verdict:
+    """Make the verdict of a rank that found problems."""
+    return Verdict("FAILED", tuple(_of_this_rank(problem) for problem in problems))
 
 
 def of_all_ranks(verdict: Verdict) -> Verdict:

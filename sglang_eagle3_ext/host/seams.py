@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from threading import RLock
@@ -17,8 +17,6 @@ from types import ModuleType
 from typing import Any, ClassVar, Final, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-
-from sglang_eagle3_ext.host import contract
 
 SOURCE: Final = HookSource("eagle3_ext", "sglang-eagle3-ext")
 """Whose hooks they are, in SGLang's log."""
@@ -59,12 +57,15 @@ def placed() -> frozenset[str]:
     return frozenset(Seams._patched)
 
 
-def problems() -> Iterator[str]:
-    """Name seams that another plugin of SGLang's replaces, by which our hooks would never be called."""
-    ours = [row.target for row in contract.ROWS if row.kind == "hook" and row.when == "start"]
+def problems(seams: Collection[str]) -> Iterator[str]:
+    """Name seams that another plugin of SGLang's replaces, by which our hooks would never be called.
+
+    Args:
+        seams: where hooks stand or will stand.
+    """
     for target, hooks in HookRegistry._hooks.items():
         replacing = [source for kind, _, source in hooks if kind is HookType.REPLACE]
-        hidden = [seam for seam in ours if seam == target or seam.startswith(f"{target}.")]
+        hidden = [seam for seam in seams if seam == target or seam.startswith(f"{target}.")]
         if replacing and hidden:
             whose = replacing[-1].plugin_name if replacing[-1] else "of an unknown name"
             yield (

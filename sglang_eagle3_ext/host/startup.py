@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from sglang_eagle3_ext import assembly
+from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import config, proof
 from sglang_eagle3_ext.host.switches import read_switches
 from sglang_eagle3_ext.spec import AssemblyPlan
@@ -58,7 +59,11 @@ def report(_result: Any, draft_worker: Any) -> None:
     plan = getattr(runner.model, "plan", None)
     if not isinstance(plan, AssemblyPlan):
         return
-    verdict = proof.of_all_ranks(proof.prove(draft_worker, plan))
+    try:
+        found = proof.prove(draft_worker, plan)
+    except UnsupportedError as error:  # the other ranks wait for this one's verdict
+        found = proof.failed(str(error))
+    verdict = proof.of_all_ranks(found)
     if get_parallel().tp_rank == 0:
         from sglang_eagle3_ext.host import verify
 

@@ -647,12 +647,16 @@ def test_interns1_pro_cannot_be_built_by_sglang(
 def test_layers_of_two_classes_are_made_of_the_same_parts(
     name: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def parts(architecture: str) -> list[dict[str, type]]:
+    def parts(architecture: str) -> list[dict[str, object]]:
         layers = build(BY_NAME[architecture], monkeypatch).stack.layers
-        return [{path: type(part) for path, part in layer.named_modules()} for layer in layers]
+        return [
+            {path: type(part) for path, part in layer.named_modules()}
+            | {f"{path}, its shape": tuple(value.shape) for path, value in layer.named_parameters()}
+            for layer in layers
+        ]
 
     for mine, theirs in zip(parts(name), parts(other), strict=True):
-        differing = {path for path in mine.keys() | theirs.keys() if mine.get(path) is not theirs.get(path)}
+        differing = {path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)}
         assert differing == (set() if name in SAME_LAYERS else {"self_attn.rotary_emb"})
 
 

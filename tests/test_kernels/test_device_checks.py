@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 from functools import partial
@@ -59,6 +61,18 @@ def test_what_is_wrong_breaks_or_is_no_number_is_a_problem(monkeypatch: pytest.M
     assert problems["broken"] == "RuntimeError: out of shared memory"
 
 
+def dies(_: torch.device) -> tuple[float, float]:
+    os._exit(9)
+
+
+def test_a_process_that_dies_breaks_the_checks_and_does_not_hang_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "CHECKS", {("op", "dies"): dies})
+    fork = multiprocessing.get_context("fork")  # which has the patched table
+    monkeypatch.setattr(device_checks.multiprocessing, "get_context", lambda _: fork)
+    (row,) = device_checks.run_checks(CPU)
+    assert row["problem"].startswith("BrokenProcessPool")
+
+
 def test_a_scale_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_checks.verify_gqa
     monkeypatch.setattr(device_checks, "verify_gqa", partial(right, k_scale=1.0))
@@ -73,12 +87,13 @@ def test_a_request_that_depends_on_its_neighbours_is_noticed(monkeypatch: pytest
 
 
 CARRIED = """
-import sys
+import importlib.metadata, sys
 sys.path.insert(0, sys.argv[1])
 import sglang
 from sglang.kernels.ops.attention import extend_attention, verify_mla, verify_splitkv
 assert sglang.__file__.startswith(sys.argv[1]), sglang.__file__
 assert not [name for name in sys.modules if name.startswith("sglang.srt.") and name.count(".") > 2]
+assert importlib.metadata.version("sglang") == "1.2.3"
 print(*(f.__name__ for f in (
     extend_attention.extend_attention_fwd, verify_splitkv.verify_splitkv_fwd, verify_mla.verify_shared_kv_fwd)))
 """
@@ -91,7 +106,7 @@ def test_carried_kernels_need_nothing_else_of_sglang(tmp_path: Path) -> None:
     from benchmarks.carry_peers import carry
 
     for _ in range(2):  # the second time over the first
-        carry(Path(sglang.__file__).parent, tmp_path)
+        carry(Path(sglang.__file__).parent, "1.2.3", tmp_path)
     done = subprocess.run([sys.executable, "-c", CARRIED, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["extend_attention_fwd", "verify_splitkv_fwd", "verify_shared_kv_fwd"]

@@ -122,15 +122,16 @@ def test_at_most_an_eighth_of_the_bytes_of_the_extend_kernel(record: Callable[..
 def test_an_eighth_at_long_context(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
     """What SGLang's kernel moves grows in proportion to the context, request by request: two lengths tell the rest."""
     short = []
-    for length in (512, 1024):
+    for length in (512, 1024, 2048):
         with skip_products(), Traffic() as traffic:
             extend(draw((length,), 8))
         short.append(traffic.bytes())
     per_token = (short[1] - short[0]) / 512
+    assert short[2] - short[1] == 1024 * per_token
     theirs = len(lengths) * (short[0] - 512 * per_token) + sum(lengths) * per_token
     share = measure(draw(lengths, 8), long_steps=True).bytes() / theirs
     assert share <= 0.12
-    shape = f"kimi-k2.5 tp8, {lengths[0]} x {len(lengths)}, 8 tokens"
+    shape = f"kimi-k2.5 tp8, {lengths[0]} x {len(lengths)}, 8 tokens (SGLang's extrapolated)"
     record("traffic", kernel="tree_verify_mla", shape=shape, of_sglang_extend=round(share, 3), bar=0.12)
 
 

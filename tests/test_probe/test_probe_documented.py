@@ -12,6 +12,7 @@ RESULT = json.loads(render.RESULT.read_text())
 
 def test_every_part_was_measured_on_this_draft() -> None:
     parts = [RESULT["default"], RESULT["memory"], RESULT["told"], *RESULT["served"].values()]
+    assert {"date", "machine", "versions"} <= set(RESULT["pairs"])  # whose drafts are others
     assert {part["draft_sha256"] for part in parts} == {demo_draft()}
     assert all({"date", "machine", "versions"} <= set(part) for part in parts)
 
@@ -38,6 +39,19 @@ def test_every_copy_is_found_out() -> None:
         assert (row["verdict"], row["sources"], row["switches"]) == (verdict, sources, switches), row["says"]
     assert 100000.0 in rows[8]["undecided"]["rope_theta"]
     assert [row["verdict"] for row in rows[len(wanted) :]] == ["none_explains", "none_explains"]
+
+
+def test_at_least_ten_pairs_are_read_as_they_were_trained() -> None:
+    pairs = RESULT["pairs"]["pairs"]
+    exact = [
+        name
+        for name, pair in pairs.items()
+        if pair["verdict"] == "other_found"
+        and pair["found"] == pair["trained"]
+        and pair["switches"]["found"] == pair["switches"]["trained"]
+    ]
+    assert len(exact) >= 10
+    assert any(pairs[name]["switches"]["trained"] == {"residual": "post_norm"} for name in exact)
 
 
 def test_what_the_page_promises() -> None:

@@ -5,8 +5,8 @@
 
 Ids take a thousandth of the room of the states, and reading an answer takes half the time of writing it: whoever has
 the file need not generate. It holds ``ids`` [N] uint16, the chats one after the other, and ``starts`` [R + 1] and
-``prompt_lengths`` [R], which cut them apart. States come in files ``kept-00012.safetensors`` as ``generate.py`` stores
-them; a file appears when it is complete, and one that is there is skipped.
+``prompt_lengths`` [R], which cut them apart. States come in files ``kept-<hash of the ids>-00012.safetensors`` as
+``generate.py`` stores them; a file appears when it is complete, and one that is there is skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import zlib
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def keep(data: pathlib.Path, file: pathlib.Path) -> tuple[int, int]:
     Returns:
         The numbers of chats and of generated tokens.
     """
-    paths = sorted(path for path in data.glob("*-*.safetensors") if not path.name.startswith("validation"))
+    paths = sorted(path for path in data.glob("*-*.safetensors") if not path.name.startswith(("validation", "kept")))
     sequences = [s for path in paths for s in read([path])]
     lengths = [len(s.ids) for s in sequences]
     prompts = [s.prompt_length for s in sequences]
@@ -77,9 +78,10 @@ def main() -> None:
     # Of one length within a batch, as far as that goes: padding is computed, too.
     groups = sorted(chats(arguments.file), key=lambda chat: len(chat[0]) + len(chat[1]))
     batches = [groups[i : i + BATCH] for i in range(0, len(groups), BATCH)]
+    whole = f"{zlib.crc32(arguments.file.read_bytes()):08x}"
     target = Target(arguments.model, BATCH, torch.bfloat16 if arguments.bfloat16 else torch.float32)
     for index in tqdm(range(arguments.shard, len(batches), arguments.of), desc=f"shard {arguments.shard}"):
-        path = arguments.out / f"kept-{index:05d}.safetensors"
+        path = arguments.out / f"kept-{whole}-{index:05d}.safetensors"
         if not path.exists():
             read_again = target.answer([prompt + answer for prompt, answer in batches[index]], 1)
             store(

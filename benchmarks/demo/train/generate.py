@@ -4,7 +4,8 @@
     python generate.py --model .demo/SmolLM2-135M-Instruct --out DATA --shard 1 --of 2
 
 Every batch of prompts becomes one file ``DATA/questions-00012.safetensors`` (with ``--forms``
-``forms-00012.safetensors``, with ``--temperature`` ``sampled-00012.safetensors``) with the tensors
+``forms-00012.safetensors``, with ``--temperature 0.7`` ``sampled-questions-0.7-0-00012.safetensors``, which ends in the
+seed and the batch) with the tensors
 
 - ``ids`` [N] int32: the sequences (prompt, then answer), one after the other; ``starts`` [R + 1] and
   ``prompt_lengths`` [R] cut them apart;
@@ -170,7 +171,9 @@ def jobs(
         if not path.exists():
             yield path, chats
     conversations = prompts.forms(arguments.seed) if arguments.forms else prompts.questions()
-    name = "sampled" if arguments.temperature else "forms" if arguments.forms else "questions"
+    name = "forms" if arguments.forms else "questions"
+    if arguments.temperature:
+        name = f"sampled-{name}-{arguments.temperature:g}-{arguments.seed}"
     chats = [render(tokenizer, c) for c in conversations]
     groups = [chats[i : i + batch] for i in range(0, len(chats), batch)]
     mine = range(arguments.first + arguments.shard, len(groups), arguments.of)
