@@ -82,6 +82,12 @@ def test_the_story_is_what_its_result_says():
     assert render.render_story(text, render.committed(render.PAIR)) == text, "run: make docs"
 
 
+def test_readmes_figures_are_of_this_draft():
+    result = render.committed(render.RESULT)
+    assert result is not None
+    assert result["settings"]["draft_sha256"] == demo_draft()
+
+
 def test_the_pair_is_this_draft_and_meets_its_bars():
     result = render.committed(render.PAIR)
     assert result is not None
