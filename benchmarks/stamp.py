@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -23,4 +22,4 @@ def stamp() -> dict[str, Any]:
 
 def demo_draft() -> str:
     """Hash the weights of the demo's draft, which every figure about that pair is of."""
-    return hashlib.sha256((DRAFT / "model.safetensors").read_bytes()).hexdigest()
+    return bench.weights_sha256(DRAFT)

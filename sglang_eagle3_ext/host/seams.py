@@ -31,6 +31,7 @@ class Hook(NamedTuple):
 
 
 _one_at_a_time = RLock()
+"""Several threads may import at once, and a registry is not made for that."""
 
 
 class Seams(HookRegistry):

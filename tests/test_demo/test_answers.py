@@ -37,6 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def test_the_committed_file_holds_what_the_page_says(train: dict[str, ModuleType]) -> None:
+    chats = train["answers"].chats(TRAIN / "answers.npz")
+    generated = sum(len(answer) for _, answer in chats)
+    assert f"{generated:,} tokens more".replace(",", " ") in (TRAIN / "README.md").read_text()
+    assert all(prompt and answer and max(prompt + answer) < 49152 for prompt, answer in chats)
+
+
 def test_the_target_answers_as_transformers_does(train: dict[str, ModuleType], folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 

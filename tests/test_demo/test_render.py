@@ -99,7 +99,7 @@ def test_the_pair_is_this_draft_and_meets_its_bars():
     assert runs["stock"]["spec_accept_length"] <= 1.25
     assert runs["stock_permuted"]["spec_accept_length"] <= 1.3
     assert result["ratios"]["stock"]["of_medians"] < 1
-    assert runs["ours"]["verify_steps"] == runs["ours_permuted"]["verify_steps"]
+    assert len({runs[name]["verify_steps"] for name in ("ours", "ours_permuted", "stock_ids")}) == 1
     assert runs["ours"]["spec_accept_length"] > 1.5
 
 

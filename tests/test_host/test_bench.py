@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 from dataclasses import replace
@@ -536,3 +537,16 @@ def test_a_busy_machine_is_warned_about():
     assert bench.busy({"load_before": 1.2, "cores": 2})
     assert not bench.busy({"load_before": 1.2, "cores": 64})
     assert bench.machine_facts().keys() >= {"cpu", "cores", "memory_gib", "gpus", "load_before"}
+
+
+def test_weights_are_hashed_whole_and_in_order(tmp_path: Path) -> None:
+    whole, parts, pickled = (tmp_path / name for name in ("whole", "parts", "pickled"))
+    for folder in (whole, parts, pickled):
+        folder.mkdir()
+    (whole / "model.safetensors").write_bytes(b"ab")
+    (parts / "model-2.safetensors").write_bytes(b"b")
+    (parts / "model-1.safetensors").write_bytes(b"a")
+    (parts / "other.bin").write_bytes(b"c")  # which is not read beside safetensors
+    (pickled / "pytorch_model.bin").write_bytes(b"ab")
+    expected = hashlib.sha256(b"ab").hexdigest()
+    assert [bench.weights_sha256(folder) for folder in (whole, parts, pickled)] == [expected] * 3

@@ -15,7 +15,7 @@ from interpreter import interpret, skip_products
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa
 from sglang_eagle3_ext.kernels.arch import H200, chunk_target, tree_verify_gqa_launch
 from stock_attention import extend, verify_splitkv
-from traffic import Launch, Traffic
+from traffic import Launch, Traffic, extrapolate
 
 from benchmarks.draft_trees import Batch, Case, make_batch, steps_apart
 
@@ -175,16 +175,12 @@ def test_a_third_of_what_sglang_moves(length: int, num_draft: int, record: Calla
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
 def test_a_third_at_long_context(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
-    """What SGLang's kernel moves grows in proportion to the context, request by request: two lengths tell the rest."""
-    short = []
-    for length in (512, 1024, 2048):
+    def theirs(length: int) -> int:
         with Traffic() as stock, skip_products():
             extend(llama((length,), 8))
-        short.append(stock.bytes())
-    per_token = (short[1] - short[0]) / 512
-    assert short[2] - short[1] == 1024 * per_token
-    theirs = len(lengths) * (short[0] - 512 * per_token) + sum(lengths) * per_token
-    share = measure(llama(lengths, 8), long_steps=True).bytes() / theirs
+        return stock.bytes()
+
+    share = measure(llama(lengths, 8), long_steps=True).bytes() / extrapolate(theirs, lengths)
     assert share <= 0.31
     shape = f"llama-3.1-8b, {lengths[0]} x {len(lengths)}, 8 tokens (SGLang's extrapolated)"
     record("traffic", kernel="tree_verify_gqa", shape=shape, of_sglang_extend=round(share, 3), bar=0.31)

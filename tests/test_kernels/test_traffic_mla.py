@@ -14,7 +14,7 @@ from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
 from sglang_eagle3_ext.kernels.arch import H200, chunk_target, tree_verify_mla_launch
 from sglang_eagle3_ext.kernels.split_merge import SplitPlan, pack_mask, plan_splits
 from stock_attention import extend
-from traffic import Traffic
+from traffic import Traffic, extrapolate
 
 from benchmarks.draft_trees import Batch, Case, make_batch, steps_apart
 
@@ -120,16 +120,12 @@ def test_at_most_an_eighth_of_the_bytes_of_the_extend_kernel(record: Callable[..
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("lengths", [(32768,), (8192,) * 8], ids=["32k", "8-times-8k"])
 def test_an_eighth_at_long_context(lengths: tuple[int, ...], record: Callable[..., None]) -> None:
-    """What SGLang's kernel moves grows in proportion to the context, request by request: two lengths tell the rest."""
-    short = []
-    for length in (512, 1024, 2048):
+    def theirs(length: int) -> int:
         with skip_products(), Traffic() as traffic:
             extend(draw((length,), 8))
-        short.append(traffic.bytes())
-    per_token = (short[1] - short[0]) / 512
-    assert short[2] - short[1] == 1024 * per_token
-    theirs = len(lengths) * (short[0] - 512 * per_token) + sum(lengths) * per_token
-    share = measure(draw(lengths, 8), long_steps=True).bytes() / theirs
+        return traffic.bytes()
+
+    share = measure(draw(lengths, 8), long_steps=True).bytes() / extrapolate(theirs, lengths)
     assert share <= 0.12
     shape = f"kimi-k2.5 tp8, {lengths[0]} x {len(lengths)}, 8 tokens (SGLang's extrapolated)"
     record("traffic", kernel="tree_verify_mla", shape=shape, of_sglang_extend=round(share, 3), bar=0.12)
