@@ -54,7 +54,7 @@ kernels: $(TEST_READY)
 	$(if $(TRITON),PYTHONPATH=$(abspath $(TRITON))) $(PY) -m pytest -n auto --maxprocesses 2 --dist loadfile -m "not soak" \
 		--kernels-json .demo/kernels.json --ignore tests/test_kernels/test_tables.py tests/test_kernels
 
-# On a CUDA machine, PYTHON=/path/to/python with torch, triton and tqdm is enough. Leaves benchmarks/results/gpu-*.json.
+# On a CUDA machine, PYTHON=/path/to/python with torch and triton is enough (tqdm shows progress). Leaves benchmarks/results/gpu-*.json.
 gpu:
 	$(PY) -m benchmarks.gpu
 

@@ -19,7 +19,6 @@ import torch
 from sglang_eagle3_ext.kernels.fc_proj import Norm, fc_proj, fc_proj_torch, quantise_fc_weight
 from sglang_eagle3_ext.kernels.norm_concat import norm_concat, norm_concat_torch
 from sglang_eagle3_ext.kernels.split_merge import pack_mask, plan_splits
-from tqdm import tqdm
 
 from benchmarks.draft_trees import (
     E4M3,
@@ -37,6 +36,7 @@ from benchmarks.draft_trees import (
     verify_gqa,
     verify_mla,
 )
+from benchmarks.kernel_bench import progress
 
 EPS = 1e-5
 WORKERS = 8
@@ -306,6 +306,6 @@ def run_checks(device: torch.device) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         begun = {pool.submit(run_check, check, device): check for check in CHECKS}
-        for done in tqdm(as_completed(begun), total=len(begun), desc="checks"):
+        for done in progress(as_completed(begun), len(begun), "checks"):
             error = done.exception()
             yield done.result() if error is None else _row(begun[done], f"{type(error).__name__}: {error}")

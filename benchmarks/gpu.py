@@ -31,7 +31,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.device_checks import run_checks
 from benchmarks.kernel_bench import (
@@ -43,6 +42,7 @@ from benchmarks.kernel_bench import (
     measure,
     measure_peer,
     print_table,
+    progress,
     provenance,
     skipped,
     times_us,
@@ -53,6 +53,7 @@ OPERATORS = ("tree_verify_mla", "tree_verify_gqa", "fc_proj", "norm_concat")
 alone may bind."""
 
 REPETITIONS = 200
+TOO_LARGE = "the device's memory is too small for it"
 
 
 def benchmarks_of(operators: Collection[str]) -> dict[str, ModuleType]:
@@ -73,15 +74,6 @@ def in_turn(shapes: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
 
     rounds = itertools.zip_longest(*([(op, name) for name in spread(names)] for op, names in shapes.items()))
     return (pair for each in rounds for pair in each if pair is not None)
-
-
-def left_out(benches: Mapping[str, ModuleType]) -> list[Row]:
-    """Name the shapes that a benchmark leaves out on purpose (its ``LEFT_OUT``), and why."""
-    return [
-        skipped(op, name, "all", reason)
-        for op, bench in benches.items()
-        for name, reason in getattr(bench, "LEFT_OUT", {}).items()
-    ]
 
 
 def destination(folder: Path, device: str, day: datetime.date) -> Path:
@@ -166,6 +158,8 @@ def run_shape(
                     for check in ("differences_in_a_graph", "differences_in_repetitions")
                     if row[check]
                 ]
+        except torch.OutOfMemoryError:
+            row = skipped(op, name, provider, TOO_LARGE)
         except Exception as problem:
             problems.append(f"{op}, {name}, {provider}: {type(problem).__name__}: {str(problem)[-400:]}")
             row = skipped(op, name, provider, type(problem).__name__)
@@ -231,8 +225,9 @@ def main() -> None:
     checks = sorted(run_checks(device), key=lambda row: (row["op"], row["case"]))
     problems = [f"{row['op']}, {row['case']}: {row['problem']}" for row in checks if row["problem"]]
     print(f"{len(checks)} checks, {len(problems)} failed, {sum(row['skipped'] is not None for row in checks)} left out")
-    rows = left_out(benches)
-    for op, name in tqdm(list(in_turn({op: list(bench.SHAPES) for op, bench in benches.items()})), desc="gpu"):
+    rows: list[Row] = []
+    shapes = list(in_turn({op: list(bench.SHAPES) for op, bench in benches.items()}))
+    for op, name in progress(shapes, len(shapes), "gpu"):
         if time.monotonic() > end:
             rows.append(skipped(op, name, "all", f"{args.minutes} minutes were over"))
             continue
@@ -240,6 +235,9 @@ def main() -> None:
         flops = bench.flops(bench.SHAPES[name]) if hasattr(bench, "flops") else 0
         try:
             prepared = bench.prepare(bench.SHAPES[name], device, torch.bfloat16)
+        except torch.OutOfMemoryError:
+            rows.append(skipped(op, name, "all", TOO_LARGE))
+            continue
         except Exception as problem:
             problems.append(f"{op}, {name}: {type(problem).__name__}: {str(problem)[-400:]}")
             rows.append(skipped(op, name, "all", type(problem).__name__))

@@ -13,14 +13,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from tqdm import tqdm
 
 from sglang_eagle3_ext import __version__
 
@@ -63,6 +62,15 @@ class Prepared:
 
 
 Prepare = Callable[[Any, torch.device, torch.dtype], Prepared]
+
+
+def progress(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:
+    """Show a bar while items are gone through; without tqdm, which a GPU machine may lack, show none."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, total=total, desc=what)
 
 
 def budget_of(prepared: Prepared) -> float:
@@ -211,7 +219,7 @@ def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepa
     dtype = torch.float16 if args.smoke else torch.bfloat16
     todo = {"smoke": smoke} if args.smoke else {name: shapes[name] for name in args.shape}
     about, rows = machine(device), list[Row]()
-    for name, shape in tqdm(todo.items(), desc=op, disable=args.smoke):
+    for name, shape in todo.items() if args.smoke else progress(todo.items(), len(todo), op):
         prepared = prepare(shape, device, dtype)
         names = [*prepared.providers, *prepared.peers]
         if unknown := sorted(set(args.provider or ()) - set(names)):

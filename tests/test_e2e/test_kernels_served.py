@@ -48,9 +48,7 @@ def plugin(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"), [pytest.param("chain", servers.CHAIN, marks=pytest.mark.soak), ("tree", servers.TREE)]
-)
+@pytest.mark.parametrize(("name", "flags"), [("chain", servers.CHAIN), ("tree", servers.TREE)])
 def test_kernels_give_the_tokens_of_their_twins(name: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     sizes = {"hidden": 64, "vocab": VOCAB}
     target = write_target(tmp_path / "target", num_layers=2, **sizes)

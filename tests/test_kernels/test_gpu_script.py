@@ -17,7 +17,8 @@ from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
 
 from benchmarks import bench_tree_verify_gqa, bench_tree_verify_mla, gpu, kernel_bench
-from benchmarks.kernel_bench import Call, Peer, Prepared
+from benchmarks.bench_tree_verify_mla import parts
+from benchmarks.kernel_bench import Call, Peer, Prepared, progress
 
 interpret(split_merge, tree_verify_gqa, tree_verify_mla)
 
@@ -32,13 +33,28 @@ def test_every_operator_has_its_turn_and_every_shape_one() -> None:
     assert sorted(order) == sorted((op, name) for op, names in shapes.items() for name in names)
 
 
-def test_what_is_left_out_on_purpose_is_named() -> None:
-    benches = gpu.benchmarks_of(gpu.OPERATORS)
-    rows = gpu.left_out(benches)
-    assert {row["op"] for row in rows} == {"tree_verify_gqa", "tree_verify_mla"}
-    for row in rows:
-        assert "would not fit" in str(row["skipped"])
-        assert not any(str(name).startswith(str(row["shape"])) for name in benches[str(row["op"])].SHAPES)
+def test_what_exceeds_the_memory_is_left_out_and_no_fault() -> None:
+    def too_large() -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    prepared = Prepared({"torch": too_large, "ours": too_large}, torch.zeros(3, dtype=torch.float64), 0)
+    rows, problems = gpu.run_shape("op", "name", prepared, 0, WITHOUT_TIMES)
+    assert problems == []
+    assert [row["skipped"] for row in rows] == [gpu.TOO_LARGE] * 2
+
+
+def test_a_large_batch_is_read_in_parts() -> None:
+    whole = list(range(32))
+    assert [whole[some] for some in parts(32, 2**17)] == [whole[at : at + 8] for at in (0, 8, 16, 24)]
+    assert [whole[some] for some in parts(32, 1024)] == [whole]
+    assert [whole[:3][some] for some in parts(3, 2**21)] == [[0], [1], [2]]
+
+
+def test_progress_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(progress([1, 2], 2, "some")) == [1, 2]
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # importing it raises
+    items = iter([1, 2])
+    assert progress(items, 2, "some") is items
 
 
 def test_an_early_end_leaves_shapes_from_the_whole_list() -> None:
@@ -156,10 +172,9 @@ def test_the_shapes_are_those_that_matter() -> None:
     gqa, mla = bench_tree_verify_gqa.SHAPES.values(), bench_tree_verify_mla.SHAPES.values()
     assert {(s.heads, s.kv_heads) for s in gqa} == {(32, 8), (16, 2)}
     for shapes in (gqa, mla):
-        wanted = set(itertools.product((1024, 8192, 32768, 131072), (1, 8, 32))) - {(131072, 32)}
-        assert {(s.context, s.batch) for s in shapes} == wanted
-        assert {s.num_draft for s in shapes} >= {8, 16, 64}
-        assert any(s.chain for s in shapes)
+        wanted = set(itertools.product((1024, 8192, 32768, 131072), (1, 8, 32), (8, 16, 64)))
+        assert {(s.context, s.batch, s.num_draft) for s in shapes} >= wanted
+        assert {(s.context, s.batch) for s in shapes if s.chain} == {(context, batch) for context, batch, _ in wanted}
     assert {(s.sources, s.width) for s in gpu.benchmarks_of(["fc_proj"])["fc_proj"].SHAPES.values()} >= {
         (3, 4096),
         (3, 7168),

@@ -28,7 +28,7 @@ import time
 from typing import Any
 
 import torch
-from draft import Draft
+from draft import Draft, Keys
 from evaluate import Chains, acceptable, verify
 from generate import Sequence, read
 from safetensors.torch import load_file
@@ -119,7 +119,14 @@ def batches(sequences: list[Sequence], size: int, rng: random.Random) -> list[li
 
 
 def losses(
-    draft: Draft, embedding: Tensor, part: Tensor, batch: list[Sequence], steps: int, state_weight: float
+    draft: Draft,
+    embedding: Tensor,
+    part: Tensor,
+    batch: list[Sequence],
+    steps: int,
+    state_weight: float,
+    temperature: float,
+    bfloat16: bool,
 ) -> list[tuple[Tensor, float]]:
     """Return the loss and the agreement of each step on a batch.
 
@@ -134,6 +141,8 @@ def losses(
         batch: sequences.
         steps: steps to unroll.
         state_weight: weight of the distance between draft state and target state.
+        temperature: at which the target's distribution is to be met; below 1 its choice counts for more.
+        bfloat16: whether to multiply matrices in bfloat16; weights, residual stream and losses are float32 either way.
 
     Returns:
         For each step the mean loss, and the share of predictions equal to the target's choice, both within
@@ -159,14 +168,19 @@ def losses(
         states = torch.cat(answers).float()
         wanted = states @ embedding[draft.target_ids[part]].T
         choice = wanted.argmax(-1)
-        wanted = wanted.softmax(-1)
-    hidden, past, made = draft.fc(F.dropout(features, draft.midlayer.mlp.dropout)), [], []
+        wanted = (wanted / temperature).softmax(-1)
     head = draft.lm_head.weight[part]
+    past: Keys = []
+    made = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        hidden = draft.fc(F.dropout(features, draft.midlayer.mlp.dropout)).float()
     for k in range(steps):
         first = 0 if k == 0 else start
-        hidden = draft.layer(F.embedding(ids[:, 1 + k + first : 1 + k + rows], embedding), hidden, past, start)
-        normed = draft.norm(hidden[sequence, position - 1 - k - start])
-        logits = F.linear(normed, head)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            hidden = draft.layer(F.embedding(ids[:, 1 + k + first : 1 + k + rows], embedding), hidden, past, start)
+            normed = draft.norm(hidden[sequence, position - 1 - k - start])
+            logits = F.linear(normed, head)
+        logits = logits.float()
         agreement = (logits.detach().argmax(-1) == choice).float().mean()
         loss = F.cross_entropy(logits, wanted)
         if state_weight:
@@ -331,7 +345,7 @@ class Run:
                 batch = [self.sequences[i] for i in order[self.index]]
                 self.index += 1
                 part = self._part(batch, random.Random(a.seed * 1_000_000 + self.update))
-                made = losses(self.draft, self.embedding, part, batch, steps, a.state_weight)
+                made = losses(self.draft, self.embedding, part, batch, steps, a.state_weight, a.temperature, a.bfloat16)
                 loss = sum((STEP_WEIGHT**k * value for k, (value, _) in enumerate(made)), torch.zeros(()))
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -382,6 +396,8 @@ def main() -> None:
         "--head-rate", type=float, default=0.1, help="learning rate of the head, times that of the rest"
     )
     parser.add_argument("--state-weight", type=float, default=0.0, help="weight of the distance to the target's state")
+    parser.add_argument("--temperature", type=float, default=1.0, help="at which the target's distribution is met")
+    parser.add_argument("--bfloat16", action="store_true", help="multiply matrices in bfloat16")
     parser.add_argument("--dropout", type=float, default=0.1, help="of the target's states and inside the MLP")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=50)
