@@ -56,6 +56,17 @@ def memory(part: dict[str, Any] | None) -> str:
     )
 
 
+def large(part: dict[str, Any] | None) -> str:
+    """Say what memory a search on a large target takes."""
+    if part is None:
+        return NOT_YET
+    return (
+        f"With {part['layers']} layers of width {part['width']:,} and {part['tokens']:,} tokens ({part['features_mb']:,} MB "
+        f"of states, random ones, and a draft of Kimi-K2.5's size) it was {part['beside_mb']:,} MB beside the mapped file "
+        f"and the draft's {part['draft_mb']:,} MB. {DATA}\n"
+    )
+
+
 def told(part: dict[str, Any] | None) -> str:
     """Say what is found in copies that say different things of themselves."""
     if part is None:
@@ -163,7 +174,14 @@ def pairs(part: dict[str, Any] | None) -> str:
 
 def render(page: str, result: dict[str, Any]) -> str:
     """Return docs/probe.md with its measured parts replaced."""
-    for name, write in (("default", default), ("memory", memory), ("told", told), ("served", served), ("pairs", pairs)):
+    for name, write in (
+        ("default", default),
+        ("memory", memory),
+        ("large", large),
+        ("told", told),
+        ("served", served),
+        ("pairs", pairs),
+    ):
         page = replace_region(page, name, write(result.get(name)))
     return page
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_eagle3_ext.probe.features import Engine
+    from sglang_eagle3_ext.probe.search import Candidates
     from sglang_eagle3_ext.probe.verdict import Probe
-    from sglang_eagle3_ext.spec import DraftSpec
 
 TRUSTED_STEPS = 5000
 """Verify steps that a server's watch takes a recorded value to rest on, see ``host.watch.RECORDED_STEPS``."""
@@ -98,17 +98,18 @@ def _probe(
         commands.choices["configure"].get_default("refuse_in_place")(args.draft, draft / "config.json")
     # Before hours are spent on the text: can this pair be probed at all?
     check_pair(read_draft(draft), target)
-    spec = Candidates(draft, target).spec
+    candidates = Candidates(draft, target)
     with contextlib.ExitStack() as stack:
         file = args.features or args.save_features
         if file is None:
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-eagle3-"))
             file = Path(place) / "features.safetensors"
         if args.features is None:
-            _write_features(args, spec, target, file, engine)
+            _write_features(args, candidates, target, file, engine)
         features = Features.open(file)
         if args.features is not None:
-            _say(_search_lines(spec, features.num_layers, len(features.answers)))
+            longest = max(len(answer.tokens) for answer in features.answers)
+            _say(_search_lines(candidates, features.num_layers, len(features.answers), longest))
         if features.target and Path(features.target).name != Path(args.target).name:
             _say(
                 [
@@ -204,7 +205,7 @@ def _device_problems(device: str) -> list[str]:
     return []
 
 
-def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, file: Path, engine: Engine) -> None:
+def _write_features(args: argparse.Namespace, candidates: Candidates, target: Path, file: Path, engine: Engine) -> None:
     """Run the target; say before what that takes."""
     from sglang_eagle3_ext.probe.features import FeatureWriter, capture, encode, load_target, read_prompts
 
@@ -213,17 +214,17 @@ def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, fil
         prompts = prompts[: max(1, args.tokens // args.max_new_tokens)]
     ids = encode(prompts, target)
     largest = max((max(prompt) for prompt in ids), default=0)
-    if largest >= spec.vocab.target:
+    if largest >= candidates.spec.vocab.target:
         raise CheckpointError(
-            f"{args.prompts}: got token {largest}; expected ids below the target's {spec.vocab.target}. Write prompts "
-            "as text, or with this target's tokenizer."
+            f"{args.prompts}: got token {largest}; expected ids below the target's {candidates.spec.vocab.target}. "
+            "Write prompts as text, or with this target's tokenizer."
         )
     groups = [prompt.group for prompt in prompts]
     if args.sglang is not None:
-        _let_sglang_write(args, spec, target, ids, groups, file, engine)
+        _let_sglang_write(args, candidates, target, ids, groups, file, engine)
         return
     model = load_target(target, args.device)
-    _announce(model, spec, ids, args.max_new_tokens + args.steps, file)
+    _announce(model, candidates, ids, args.max_new_tokens + args.steps, file)
     with (
         _bars() as bars,
         FeatureWriter(file, target=str(args.target), steps=args.steps) as writer,
@@ -241,7 +242,7 @@ def _write_features(args: argparse.Namespace, spec: DraftSpec, target: Path, fil
 
 def _let_sglang_write(
     args: argparse.Namespace,
-    spec: DraftSpec,
+    candidates: Candidates,
     target: Path,
     ids: Sequence[Sequence[int]],
     groups: Sequence[str | None],
@@ -256,9 +257,8 @@ def _let_sglang_write(
     facts = read_target(target)
     dtype = _dtype(target, flags)
     new = args.max_new_tokens + args.steps
-    rows = sum(len(prompt) + new for prompt in ids)
-    size = rows * state_bytes(facts.num_layers, facts.hidden_size, dtype)
-    _announce_sizes(spec, facts.num_layers, len(ids), rows, size, file)
+    row = state_bytes(facts.num_layers, facts.hidden_size, dtype)
+    _announce_sizes(candidates, facts.num_layers, [len(prompt) + new for prompt in ids], row, file)
     _say(["target: SGLang takes its own share of memory, see --mem-fraction-static; starting it"])
     with (
         _bars() as bars,
@@ -302,16 +302,14 @@ def _dtype(target: Path, flags: Sequence[str]) -> torch.dtype:
     return dtypes[named]
 
 
-def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: int, file: Path) -> None:
+def _announce(model: Any, candidates: Candidates, ids: Sequence[Sequence[int]], new: int, file: Path) -> None:
     """Say what it is going to take to run the target in transformers."""
     import torch
 
     from sglang_eagle3_ext.probe.features import batches, common_start, row_bytes
 
-    rows = sum(len(prompt) + new for prompt in ids)
-    _announce_sizes(
-        spec, model.config.get_text_config().num_hidden_layers, len(ids), rows, rows * row_bytes(model), file
-    )
+    layers = model.config.get_text_config().num_hidden_layers
+    _announce_sizes(candidates, layers, [len(prompt) + new for prompt in ids], row_bytes(model), file)
     cut = list(batches(sorted(range(len(ids)), key=lambda i: len(ids[i])), ids, model, new))
     feed = torch.ones(len(cut[0]), 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
@@ -332,8 +330,9 @@ def _announce(model: Any, spec: DraftSpec, ids: Sequence[Sequence[int]], new: in
     )
 
 
-def _announce_sizes(spec: DraftSpec, layers: int, prompts: int, rows: int, size: int, file: Path) -> None:
+def _announce_sizes(candidates: Candidates, layers: int, lengths: Sequence[int], row: int, file: Path) -> None:
     """Say how much there is to write, to keep and to search, and refuse where the disk has no room for it."""
+    size = sum(lengths) * row
     room = shutil.disk_usage(file.absolute().parent).free
     if size > room:
         raise CheckpointError(
@@ -342,23 +341,32 @@ def _announce_sizes(spec: DraftSpec, layers: int, prompts: int, rows: int, size:
         )
     _say(
         [
-            f"{prompts} prompts, up to {rows:,} tokens with their answers",
+            f"{len(lengths)} prompts, up to {sum(lengths):,} tokens with their answers",
             f"disk: up to {size / 1e9:.1f} GB in {file.parent}",
-            *_search_lines(spec, layers, prompts),
+            *_search_lines(candidates, layers, len(lengths), max(lengths, default=1)),
         ]
     )
 
 
-def _search_lines(spec: DraftSpec, layers: int, prompts: int) -> list[str]:
-    """Say what the search is going to take."""
-    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, sizes
+def _search_lines(candidates: Candidates, layers: int, prompts: int, longest: int) -> list[str]:
+    """Say what the search is going to take.
 
-    # Once as it is kept and once while it is read; what it borrows comes from the target.
-    draft = 2 * sum(4 * math.prod(info.shape) for info in spec.tensors.values())
-    draft += 4 * spec.vocab.target * spec.hidden_size * ((spec.embed == "target") + (spec.lm_head == "target"))
+    Args:
+        candidates: the drafts.
+        layers: n.
+        prompts: how many there are.
+        longest: tokens of the longest one and its answer.
+    """
+    from sglang_eagle3_ext.probe.search import PROJECTION_BYTES, STAGES, search_bound, seconds_per_answer, sizes
+
+    spec = candidates.spec
     bound = search_bound(layers, max(1, spec.num_sources), sizes(min(STAGES[-1], max(1, prompts // 2))))
+    minutes = bound * seconds_per_answer(candidates, max(longest, 4)) / 60
+    # Tables of the target stay mapped as they are stored, but for the rows of its head that the draft proposes.
+    draft = sum(tensor.nbytes for tensor in candidates.tensors.values())
+    draft += 4 * spec.vocab.draft * spec.hidden_size * (spec.lm_head == "target")
     return [
-        f"search: the draft reads at most {bound:,} answers, usually less than a tenth of that",
+        f"search: the draft reads at most {bound:,} answers in {minutes:.1f} min, usually less than a tenth of that",
         f"memory: {draft / 1e9:.1f} GB for the draft and up to {PROJECTION_BYTES / 1e9:.1f} GB for projections",
     ]
 

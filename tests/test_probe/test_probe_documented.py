@@ -12,7 +12,8 @@ RESULT = json.loads(render.RESULT.read_text())
 
 def test_every_part_was_measured_on_this_draft() -> None:
     parts = [RESULT["default"], RESULT["memory"], RESULT["told"], *RESULT["served"].values()]
-    assert {"date", "machine", "versions"} <= set(RESULT["pairs"])  # whose drafts are others
+    for others in ("pairs", "large"):  # whose drafts are others
+        assert {"date", "machine", "versions"} <= set(RESULT[others])
     assert {part["draft_sha256"] for part in parts} == {demo_draft()}
     assert all({"date", "machine", "versions"} <= set(part) for part in parts)
 
@@ -64,6 +65,8 @@ def test_what_the_page_promises() -> None:
     assert default["text_included"]
     assert default["wall_s"] <= 300
     assert RESULT["memory"]["anonymous_mb"] <= 2048
+    assert RESULT["large"]["beside_mb"] <= 2048
+    assert (RESULT["large"]["layers"], RESULT["large"]["width"], RESULT["large"]["tokens"]) == (61, 7168, 4096)
     assert set(served) == set(measure.SERVED)
     assert all(abs(row["error"]) <= 0.02 for row in served.values())
     assert served["right"]["served"]["watch_rested_on"] is None

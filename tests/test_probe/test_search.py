@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.probe.features import Features
 from sglang_eagle3_ext.probe.report import as_text
-from sglang_eagle3_ext.probe.search import beyond_chance
+from sglang_eagle3_ext.probe.search import Candidates, beyond_chance, seconds_per_answer
 from sglang_eagle3_ext.probe.verdict import Probe, _advise, probe, sources
 
 LAYERS = 8
@@ -198,3 +198,30 @@ def test_states_of_another_target_are_refused(tmp_path: Path, target: Path) -> N
         probe(folder, target, planted)
     with pytest.raises(CheckpointError, match="features: got no answer of two tokens or more"):
         probe(folder, target, Features((), LAYERS, 3, ""))
+
+
+def test_drafts_of_all_switches_hold_one_copy_of_everything(tmp_path: Path, target: Path) -> None:
+    folder = write_draft(tmp_path / "draft", tensor_changes={"lm_head.weight": None}, dtype=torch.bfloat16)
+    candidates = Candidates(folder, target)
+    assert candidates.spec.lm_head == "target"
+    one, other = candidates.draft(()), candidates.draft((("residual", "post_norm"),))
+    assert one is not other
+    assert one.head.data_ptr() == other.head.data_ptr()
+    assert one.embed.data_ptr() == other.embed.data_ptr()
+    held = {tensor.data_ptr() for tensor in candidates.tensors.values()}
+    for draft in (one, other):
+        layer = draft._layers[0]
+        assert {layer.gate.weight.data_ptr(), layer.down.weight.data_ptr(), draft._fc.weight.data_ptr()} <= held  # type: ignore[union-attr]
+
+
+def test_another_reading_of_the_vocabulary_takes_other_rows_of_the_targets_head(tmp_path: Path, target: Path) -> None:
+    folder = write_draft(tmp_path / "draft", tensor_changes={"lm_head.weight": None})
+    candidates = Candidates(folder, target)
+    head, ids = load_file(target / "model.safetensors")["lm_head.weight"], candidates.tensors["d2t"]
+    for reading, rows in (("offset", ids + torch.arange(len(ids))), ("absolute", ids)):
+        assert torch.equal(candidates.draft((("vocab_map", reading),)).head, head[rows])
+
+
+def test_a_trial_says_how_long_an_answer_takes(tmp_path: Path, target: Path) -> None:
+    candidates = Candidates(write_draft(tmp_path / "draft"), target)
+    assert 0 < seconds_per_answer(candidates, 4) < 10
