@@ -203,13 +203,23 @@ class Verifier:
 
 @dataclass(frozen=True)
 class Expected:
-    """The acceptance that was measured for this draft when it was known to be served right."""
+    """The acceptance that was measured for this draft when it was known to be served right.
+
+    Attributes:
+        accept_length: tokens per verify step.
+        accept_per_position: share of verify steps in which draft i was accepted.
+        steps: drafts of a chain, or depth of the tree.
+        topk: children of a node of the tree.
+        draft_tokens: of a verify step.
+        verify_steps: how many it rests on, each text counted once; ``None`` where nobody noted it.
+    """
 
     accept_length: float
     accept_per_position: tuple[float, ...]
     steps: int
     topk: int
     draft_tokens: int
+    verify_steps: int | None = None
 
 
 STOCK_STOPS = ("stock stops", "stock refuses")

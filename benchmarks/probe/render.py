@@ -61,9 +61,9 @@ def large(part: dict[str, Any] | None) -> str:
     if part is None:
         return NOT_YET
     return (
-        f"With {part['layers']} layers of width {part['width']:,} and {part['tokens']:,} tokens ({part['features_mb']:,} MB "
-        f"of states, random ones, and a draft of Kimi-K2.5's size) it was {part['beside_mb']:,} MB beside the mapped file "
-        f"and the draft's {part['draft_mb']:,} MB. {DATA}\n"
+        f"With {part['layers']} layers of width {part['width']:,} and {part['tokens']:,} tokens "
+        f"({part['features_mb']:,} MB of states, random ones, and a draft of Kimi-K2.5's size) it was "
+        f"{part['beside_mb']:,} MB beside the mapped file and the draft's {part['draft_mb']:,} MB. {DATA}\n"
     )
 
 

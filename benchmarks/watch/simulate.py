@@ -10,8 +10,9 @@ Every simulated server answers texts drawn from ``sequences.json`` (see ``measur
 - ``mixed``: any text may follow any other;
 - ``drift``: one category at a time, six texts of each, the categories in random order, again and again.
 
-What acceptance is compared with is measured on 60 texts that are drawn anew for every server, so that a recorded
-value errs as it would in practice. ``floor`` is the same as ``mixed`` with a draft that records nothing.
+What acceptance is compared with is measured on as many verify steps as the probe has by default, of texts that are
+drawn anew for every server, so that a recorded value errs as it would in practice. ``floor`` is the same as ``mixed``
+with a draft that records nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ SEQUENCES = Path(__file__).parent / "sequences.json"
 RESULT = ROOT / "benchmarks" / "results" / "watch.json"
 PAGE = ROOT / "docs" / "watch.md"
 STEPS = 3
-RECORDED_TEXTS = 60
+RECORDED_STEPS = 9879
 RUN = 6
-MARKS = (625, 1000, 2000, 5000, 10000)
+MARKS = (625, 1000, 2000, 5000, 10000, 30000)
+SHOWN = ("1000", "5000", "30000")
 
 Text = tuple[str, list[int]]
 
@@ -55,6 +57,15 @@ def recorded(sample: Sequence[Text]) -> tuple[float, ...]:
     """Return acceptance per position over some texts."""
     steps = [drafts for _, counts in sample for drafts in counts]
     return tuple(sum(drafts >= i for drafts in steps) / len(steps) for i in range(1, STEPS + 1))
+
+
+def draw(of: Sequence[Text], steps: int, rng: random.Random) -> list[Text]:
+    """Draw texts until they have enough verify steps."""
+    sample: list[Text] = []
+    while steps > 0:
+        sample.append(rng.choice(of))
+        steps -= len(sample[-1][1])
+    return sample
 
 
 def stream(kind: str, of: Sequence[Text], rng: random.Random) -> Iterator[list[int]]:
@@ -92,9 +103,10 @@ def simulate(sequences: Path, assembly: str, kind: str, servers: int) -> dict[st
     for server in range(servers):
         rng = random.Random(server)
         if kind == "floor":
-            watching = watch.Watch([watch.FLOOR], recorded=False)
+            watching = watch.Watch([watch.FLOOR], recorded=None)
         else:
-            watching = watch.Watch(recorded(rng.choices(right, k=RECORDED_TEXTS)), recorded=True)
+            sample = draw(right, RECORDED_STEPS, rng)
+            watching = watch.Watch(recorded(sample), recorded=sum(len(counts) for _, counts in sample))
         times.append(fires(watching, stream(kind, served, rng)))
     return {str(mark): sum(time <= mark for time in times) / servers for mark in MARKS}
 
@@ -103,13 +115,11 @@ def table(result: dict[str, Any]) -> str:
     """Write the Markdown table: per assembly its acceptance, and when how many servers had warned."""
     fired = result["fired"]
     header = ["assembly", "acceptance per position"]
-    header += [f"{kind}: {mark}" for kind in fired for mark in ("1000", "5000", "10000")]
+    header += [f"{kind}: {mark}" for kind in fired for mark in SHOWN]
     rows = []
     for name, shares in result["accept_per_position"].items():
         cells = [
-            f"{100 * fired[kind][name][mark]:.0f} %" if name in fired[kind] else "-"
-            for kind in fired
-            for mark in ("1000", "5000", "10000")
+            f"{100 * fired[kind][name][mark]:.0f} %" if name in fired[kind] else "-" for kind in fired for mark in SHOWN
         ]
         rows.append([f"`{name}`", " / ".join(f"{share:.3f}" for share in shares), *cells])
     settings = result["settings"]
@@ -130,7 +140,7 @@ def by_category(assembly: str) -> dict[str, float]:
 def cost(requests: int, steps: int = 2000) -> float:
     """Time a server's two watches, each request going to one of them; return microseconds a verify step."""
     rng = random.Random(0)
-    compared, others = watch.Watch((0.5, 0.2, 0.1), recorded=True), watch.Watch([watch.FLOOR], recorded=False)
+    compared, others = watch.Watch((0.5, 0.2, 0.1), recorded=5000), watch.Watch([watch.FLOOR], recorded=None)
     accepted = [[rng.choices((0, 1, 2, 3), (50, 30, 10, 10))[0] for _ in range(requests)] for _ in range(steps)]
     began = time.perf_counter()
     for step, drafts in enumerate(accepted):
@@ -144,7 +154,8 @@ def cost(requests: int, steps: int = 2000) -> float:
 def thresholds() -> dict[str, float]:
     """Name everything that decides when a watch fires."""
     names = ("floor", "first_steps", "fewest_texts", "looks", "far", "far_deviations", "deviations", "text_steps")
-    return {name: getattr(watch, name.upper()) for name in (*names, "settled_texts", "recorded_steps")}
+    more = ("settled_texts", "recorded_steps", "most_recorded_steps")
+    return {name: getattr(watch, name.upper()) for name in (*names, *more)}
 
 
 def costs(result: dict[str, Any]) -> str:
@@ -201,7 +212,7 @@ def main() -> None:
         "draft_sha256": replayed["draft_sha256"],
         "settings": {
             "servers": arguments.servers,
-            "recorded_texts": RECORDED_TEXTS,
+            "recorded_verify_steps": RECORDED_STEPS,
             **thresholds(),
         },
         "texts": len(replayed["texts"]),

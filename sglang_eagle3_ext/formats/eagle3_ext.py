@@ -28,6 +28,7 @@ class ExpectedAcceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     steps: Positive
     topk: Positive
     draft_tokens: Positive
+    verify_steps: Positive | None = None
 
     def problems(self) -> Iterator[WrongKey]:
         """List the figures that contradict each other, so that nothing can have been measured like them."""
@@ -53,7 +54,14 @@ class ExpectedAcceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def freeze(self) -> Expected:
         """Turn into the noun of ``spec``."""
-        return Expected(self.accept_length, tuple(self.accept_per_position), self.steps, self.topk, self.draft_tokens)
+        return Expected(
+            self.accept_length,
+            tuple(self.accept_per_position),
+            self.steps,
+            self.topk,
+            self.draft_tokens,
+            self.verify_steps,
+        )
 
 
 class Eagle3Ext(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

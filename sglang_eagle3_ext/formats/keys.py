@@ -105,7 +105,7 @@ def allowed(kind: types.Type, *, plural: bool = False) -> str:
         case types.NoneType():
             return "null"
         case types.StructType():
-            return f"an object with {', '.join(field.encode_name for field in kind.fields)}"
+            return f"an object with {', '.join(field.encode_name for field in kind.fields if field.required)}"
         case _:
             return "objects" if plural else "an object"
 

@@ -730,8 +730,10 @@ def recording(result: Mapping[str, Any]) -> str | None:
         return None
     shares = [round(share, 4) for share in measured["spec_accept_rate_per_position"]]
     expected = {"accept_length": round(measured["spec_accept_length"], 4), "accept_per_position": shares}
+    # Every round asks the same and is answered alike: it is no further text.
+    steps = {"verify_steps": max(1, measured["verify_steps"] // result["settings"]["rounds"])}
     words = ["sglang-eagle3", "configure", result["settings"]["draft"]]
-    words += ["--set", f"expected={json.dumps(expected | result['settings']['speculation'])}"]
+    words += ["--set", f"expected={json.dumps(expected | result['settings']['speculation'] | steps)}"]
     if not Path(result["settings"]["draft"]).expanduser().is_dir():
         words += ["--out", "DIR"]
     return shlex.join(words)

@@ -41,7 +41,7 @@ FAR = 0.25
 FAR_DEVIATIONS = 2.0
 """Standard errors that acceptance must lie below that, or below the floor."""
 
-DEVIATIONS = 3.0
+DEVIATIONS = 3.25
 """Standard errors that acceptance must lie below a recorded value itself."""
 
 TEXT_STEPS = 128
@@ -50,8 +50,12 @@ TEXT_STEPS = 128
 SETTLED_TEXTS = 32
 """Texts from which the spread of a stream says how its topics differ; before, it may have been about one only."""
 
-RECORDED_STEPS = 5000
-"""Verify steps that a recorded value is taken to rest on: it was measured on some text, too, and errs as its mean."""
+RECORDED_STEPS = 1000
+"""Verify steps that a recorded value is taken to rest on where it does not say: it was measured on some text, too, and
+errs as its mean."""
+
+MOST_RECORDED_STEPS = 10_000
+"""Verify steps beyond which a recorded value is not trusted any more: what is served is other text."""
 
 RECENT_STEPS = 100
 """Verify steps over which the exported rate of a position is taken."""
@@ -141,13 +145,13 @@ class Watch:
 
     Args:
         expected: acceptance per position, as in ``eagle3_ext.expected``; as many positions as are to be compared.
-        recorded: whether ``expected`` was measured on some text and therefore errs and depends on it; otherwise
-            it is a floor under any text.
+        recorded: verify steps that ``expected`` was measured on, so that it errs and depends on their text; ``None``
+            where it is a floor under any text.
     """
 
-    def __init__(self, expected: Sequence[float], *, recorded: bool) -> None:
+    def __init__(self, expected: Sequence[float], *, recorded: int | None) -> None:
         self.expected = tuple(expected)
-        self._recorded = recorded
+        self._recorded = None if recorded is None else min(recorded, MOST_RECORDED_STEPS)
         self.restart()
 
     def restart(self) -> None:
@@ -208,9 +212,9 @@ class Watch:
             if spread.texts < FEWEST_TEXTS:
                 continue
             error, far = spread.error(), expected
-            if self._recorded:
+            if self._recorded is not None:
                 # The recorded value has an error of the same kind as the one measured here.
-                error *= math.sqrt(1 + self._feature.chances / RECORDED_STEPS)
+                error *= math.sqrt(1 + self._feature.chances / self._recorded)
                 far *= 1 - FAR
             below = spread.texts >= SETTLED_TEXTS and spread.mean + DEVIATIONS * error < expected
             if below or spread.mean + FAR_DEVIATIONS * error < far:
@@ -332,9 +336,10 @@ class Served:
     def __init__(self, plan: AssemblyPlan, steps: int, topk: int, draft_tokens: int, warns: bool) -> None:
         self.plan, self._steps, self._topk, self._warns = plan, steps, topk, warns
         self._metrics: Metrics | None = None
-        self._floor = Watch([FLOOR], recorded=False)
+        self._floor = Watch([FLOOR], recorded=None)
         expected, why = comparable(plan.spec.expected, steps, topk, draft_tokens)
-        self._recorded = Watch(expected, recorded=True) if expected else None
+        recorded = plan.spec.expected and plan.spec.expected.verify_steps
+        self._recorded = Watch(expected, recorded=recorded or RECORDED_STEPS) if expected else None
         self._warned = False
         if warns:
             compared = f"with {_shares(expected)} per position ({why})" if expected else f"with a floor only: {why}"

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from sglang_eagle3_ext.probe.search import Candidates
     from sglang_eagle3_ext.probe.verdict import Probe
 
-TRUSTED_STEPS = 5000
-"""Verify steps that a server's watch takes a recorded value to rest on, see ``host.watch.RECORDED_STEPS``."""
-
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], engine: Engine) -> None:
     """Add ``probe`` to the command line; ``--write`` goes through the ``configure`` beside it.
@@ -389,19 +386,13 @@ def _configure(
     if result.verdict == "declared_right" and result.declared is not None:
         chosen = result.declared
     total = chosen.total
-    if total.verify_steps < TRUSTED_STEPS:
-        _say(
-            [
-                f"eagle3_ext.expected: rests on {total.verify_steps} verify steps; the watch of a server trusts it as "
-                f"if it were {TRUSTED_STEPS}. Probe with more prompts before you rely on its warnings."
-            ]
-        )
     expected = {
         "accept_length": round(total.accept_length, 4),
         "accept_per_position": [round(share, 4) for share in total.accept_per_position],
         "steps": result.steps,
         "topk": 1,
         "draft_tokens": result.steps + 1,
+        "verify_steps": total.verify_steps,
     }
     sets = {
         "sources": ",".join(sources(chosen.places, result.target.num_layers)),

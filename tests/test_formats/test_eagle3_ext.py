@@ -53,6 +53,13 @@ def test_every_key_is_read_and_its_origin_remembered(tmp_path, where):
     assert {field: spec.origins[field] for field in fields} == dict.fromkeys(fields, where)
 
 
+@pytest.mark.parametrize("verify_steps", [None, 9879])
+def test_on_how_much_a_recorded_value_rests_may_be_said(tmp_path, verify_steps):
+    noted = FULL["expected"] | {"verify_steps": verify_steps}
+    spec = formats.read_draft(write_draft(tmp_path), override={"expected": noted})
+    assert spec.expected == Expected(2.1, (0.6, 0.3), 2, 1, 3, verify_steps)
+
+
 def test_override_is_merged_key_by_key(tmp_path):
     write_draft(
         tmp_path, config_changes=IDS | {"eagle3_ext": {"sources": ["embed", "layer3", "last"], "rope_theta": 5.0}}
@@ -192,6 +199,7 @@ def test_wrong_values_are_refused(tmp_path, key, value):
         ({"accept_per_position": [1.2, 0.3]}, ["accept_per_position: got [1.2, 0.3]; expected a list of numbers from"]),
         ({"accept_per_position": [0.3, 0.6]}, ["accept_per_position: got [0.3, 0.6], which rises"]),
         ({"steps": 0, "topk": 1.5}, ["steps: got 0; expected an integer of at least 1", "topk: got 1.5; expected"]),
+        ({"verify_steps": 0}, ["verify_steps: got 0; expected an integer of at least 1"]),
         ({"draft_tokens": True, "more": 1}, ["draft_tokens: got true", "more: unknown key; expected one of"]),
     ],
 )  # fmt: skip

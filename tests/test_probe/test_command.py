@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sglang_eagle3_ext import resave
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
-from sglang_eagle3_ext.host import watch
 from sglang_eagle3_ext.probe import command
 from sglang_eagle3_ext.probe.features import Engine, Features, FeatureWriter, state_bytes
 from sglang_eagle3_ext.reference import capture_hf
@@ -261,11 +260,9 @@ def test_states_of_another_target_and_few_steps_are_said(
     draft = write_draft(tmp_path / "draft", config_changes=WRONG)
     other = tmp_path / "another-model"
     other.symlink_to(target)
-    assert run("probe", draft, "--target", other, "--features", file, "--write") == 1
-    said = capsys.readouterr().err
+    assert run("probe", draft, "--target", other, "--features", file, "--write", "--json") == 1
+    printed = capsys.readouterr()
+    said = printed.err
     assert "got states of target for --target" in said
-    assert "the watch of a server trusts it as if it were 5000" in said
-
-
-def test_the_trusted_steps_are_the_watchs() -> None:
-    assert command.TRUSTED_STEPS == watch.RECORDED_STEPS
+    written = json.loads((draft / "config.json").read_text())["eagle3_ext"]["expected"]
+    assert written["verify_steps"] == json.loads(printed.out)["best"]["verify_steps"]
