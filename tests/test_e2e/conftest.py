@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recorder import Recorder, variant
+from servers import OURS
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +59,25 @@ def stock_draft(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def exported_draft(permuted_draft: Path, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``export`` writes for stock of the draft in another order, which stock could not serve."""
+    folder = tmp_path_factory.mktemp("drafts") / "exported"
+    command = [
+        *OURS[:1],
+        "export",
+        str(permuted_draft),
+        "--for",
+        "stock",
+        "--target",
+        str(target),
+        "--out",
+        str(folder),
+    ]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def prompts(target: Path) -> list[list[int]]:
     """Token ids of 24 questions in the target's own chat format."""
     from transformers import AutoTokenizer
@@ -83,9 +103,10 @@ def answers(
     draft: Path,
     permuted_draft: Path,
     stock_draft: Path,
+    exported_draft: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Recorder:
-    drafts = {"demo": draft, "permuted": permuted_draft, "stock": stock_draft}
+    drafts = {"demo": draft, "permuted": permuted_draft, "stock": stock_draft, "exported": exported_draft}
     base = tmp_path_factory.getbasetemp()
     # The workers of one run have folders of their own below the run's.
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers"

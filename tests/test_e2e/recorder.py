@@ -74,6 +74,8 @@ class Recorder:
         "tree": Kind("demo", servers.TREE, prompts=24, clients=4),
         "two_ranks": Kind("demo", (*servers.CHAIN, "--tp", "2"), prompts=4),
         "permuted": Kind("permuted", servers.CHAIN, command=servers.SERVE),
+        "completed": Kind("demo", servers.CHAIN, command=servers.OURS, prompts=4),
+        "exported": Kind("exported", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
         "plugin_on": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT_KERNELS": "off"}),
         "plugin_off": Kind("stock", servers.CHAIN, env={"EAGLE3_EXT": "off"}),
         "plugin_on_tree": Kind("stock", servers.TREE, env={"EAGLE3_EXT_KERNELS": "off"}),
@@ -104,7 +106,10 @@ class Recorder:
 
     def _ask(self, name: str) -> list[servers.Answer]:
         kind = self.KINDS[name]
-        words = servers.arguments(self.target, self.drafts.get(kind.draft or ""), *kind.flags)
+        draft = self.drafts.get(kind.draft or "")
+        words = servers.arguments(self.target, draft, *kind.flags)
+        if kind.command is servers.OURS:
+            words = [str(draft), *servers.arguments(self.target, None, *kind.flags)]
         log = self.folder / f"{name}.log"
         with (
             servers.serve(log, words, command=kind.command, env=kind.env) as server,

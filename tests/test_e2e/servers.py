@@ -18,6 +18,8 @@ from sglang_eagle3_ext.host.servers import Server, free_port, running
 
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
+OURS = (str(Path(sys.executable).parent / "sglang-eagle3"), "serve")
+"""Takes the draft as its first argument."""
 
 CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 TREE = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8")

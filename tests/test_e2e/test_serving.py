@@ -53,6 +53,13 @@ def test_stock_reading_is_bit_identical_to_stock(answers: Recorder, ours: str, s
     assert "fc <-" not in answers.log(stock)
 
 
+@pytest.mark.parametrize("name", ["completed", "exported"])
+def test_commands_lead_to_the_same_steps(answers: Recorder, name: str) -> None:
+    """``sglang-eagle3 serve``, which adds flags; and stock on what ``export`` wrote of the draft in another order."""
+    assert answers(name) == answers("chain")[: len(answers(name))]
+    assert ("fc <- [embedding | layer 3 output | layer 15 output]" in answers.log(name)) is (name == "completed")
+
+
 def test_what_stock_reads_right_by_ids_is_the_same_to_the_token(answers: Recorder) -> None:
     """The draft with ids for stock, on stock's operators, against the same draft as it stands, on ours."""
     by_ids = answers("plugin_off")
