@@ -19,8 +19,7 @@ def test_the_page_shows_the_committed_figures() -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["versions"]["triton"])
 def test_every_figure_is_within_its_bar(run: dict[str, Any]) -> None:
-    # Of 3.6.0 three gates of spills, which docs/kernels.md names; they are now gates of newer ones.
-    assert run["tests"]["failed"] == (3 if run["versions"]["triton"] == "3.6.0" else 0)
+    assert run["tests"]["failed"] == 0
     for row in run["errors"]:
         assert row.get("bar") is None or row["error"] <= row["bar"], row
     for row in run["traffic"]:
