@@ -334,6 +334,8 @@ MLA_CASES: dict[str, Case] = {
     "prefix 0, one token": Case((0,), 1, 1, **SMALL_LATENT),
     "prefix 0, 3 requests": Case((0, 0, 0), 7, 3, **SMALL_LATENT),
     "ragged": Case((1, 0, 63, 65, 300), 7, 5, **SMALL_LATENT),
+    "one token, ragged": Case((64, 0, 1, 63, 65), 1, 5, **SMALL_LATENT),
+    "13 tokens": Case((130, 17), 13, 5, **SMALL_LATENT),
     "13 tokens, fp16": Case((130, 17), 13, 5, dtype=FP16, **SMALL_LATENT),
     "fp32": Case((66, 17), 5, 2, dtype=FP32, **SMALL_LATENT),
     "64 tokens": Case((70,), 64, 2, **SMALL_LATENT),

@@ -6,6 +6,7 @@ Their figures come from ``benchmarks/results/kernels.json``, a copy of what ``ma
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +24,12 @@ GATES = {"fc_proj": "fc", "norm_concat": "fc", "tree_verify_gqa": "tree_gqa", "t
 
 Run = dict[str, Any]
 Row = dict[str, Any]
+
+
+def kernels_sha256() -> str:
+    """Hash the source of the kernels, which every figure on the page is of."""
+    sources = sorted((ROOT / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sources)).hexdigest()
 
 
 def contract_of(kernel: str) -> str:

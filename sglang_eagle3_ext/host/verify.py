@@ -505,9 +505,10 @@ def make_backend(stock: Callable[[Any], Any], model_runner: Any) -> Any:
 
     if not wants_kernels(model_runner):
         return stock(model_runner)
-    _reasons[:] = left_to_stock(model_runner)
-    if _reasons:
-        if get_parallel().tp_rank == 0:
+    said, reasons = list(_reasons), left_to_stock(model_runner)
+    _reasons[:] = reasons
+    if reasons:
+        if get_parallel().tp_rank == 0 and reasons != said:
             logger.warning(
                 "Draft trees are verified by SGLang's own Triton kernel: %s. They are verified right; nothing to do.",
                 "; ".join(_reasons),

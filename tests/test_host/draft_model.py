@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -1060,6 +1061,26 @@ def test_a_projection_in_fp8_follows_updates(
     update(served.model, {"fc.weight": random(E, 3 * M) / 9})
     torch.testing.assert_close(model.project(states), expected(), rtol=1e-5, atol=1e-5)
     assert model._fc_weight.data_ptr() == memory
+
+
+def test_the_projection_follows_the_drafts_own_quantisation(
+    targets: Callable[[int], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``--speculative-draft-model-quantization`` names reaches the choice of operators."""
+    from sglang_eagle3_ext.host.models import draft
+
+    asked = []
+
+    choose = draft.choose_operators
+    monkeypatch.setattr(draft, "choose_operators", lambda *facts: asked.append(facts[3]) or choose(*facts))
+    folder, target = VARIANTS["norm_over_all_permuted"].at(tmp_path), targets(M)
+    config = draft_config(folder, None, "float32", None)
+    plan = resolve(config, target)
+    for method in (None, SimpleNamespace(get_name=lambda: "fp8")):
+        made = partial(draft.DraftModel, config.hf_config, method, "", plan=plan)
+        with pytest.raises(TypeError, match="NoneType"):  # a stub of a method builds no layer; the choice comes before
+            made(layer_class=None)
+    assert asked == [None, "fp8"]
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -367,6 +367,28 @@ def test_the_decision_is_taken_once_and_logged(settings: SimpleNamespace, caplog
     assert verify.describe(runner) == "SimpleNamespace alone: the target has heads of 512 and 512 columns"
 
 
+def test_two_backends_of_one_target_say_it_once(settings: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang makes one for prefill and one for decode where they are named apart."""
+    runner = Runner(layer(head_dim=512))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert verify.make_backend(lambda given: given, runner) is runner
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "serves"), [(75, "torch"), (80, "triton"), (90, "triton"), (120, "triton")], ids=str
+)
+def test_who_serves_on_an_nvidia_device(monkeypatch: pytest.MonkeyPatch, capability: int, serves: str) -> None:
+    from sglang_eagle3_ext.kernels import arch
+
+    monkeypatch.setattr(arch, "arch_of", lambda device: SimpleNamespace(capability=capability))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert arch.implementation_for(torch.device("cuda")) == serves
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert arch.implementation_for(torch.device("cuda")) == "torch"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

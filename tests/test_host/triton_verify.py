@@ -28,7 +28,7 @@ from checkpoints import write_draft, write_target
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_gqa, tree_verify_mla
 
-from benchmarks.draft_trees import Batch, Case, make_batch, offsets, oracle
+from benchmarks.draft_trees import Batch, Case, ancestors, make_batch, offsets, oracle
 from sglang_eagle3_ext.errors import UnsupportedError
 from sglang_eagle3_ext.host import startup, verify
 from tests.test_host import latent_target
@@ -36,7 +36,7 @@ from tests.test_host import latent_target
 pytestmark = pytest.mark.host
 
 LATENT = os.environ.get("VERIFY_TARGET") == "latent"
-Q, REQUESTS, WINDOW = 8, 4, 20
+Q, REQUESTS, WINDOW, POOL = 8, 4, 20, 1024
 TABLE_ROWS = (2, 3, 1)
 """Rows of the request table, in the order of the batch."""
 DRAFT_SLOTS = torch.arange(200, 200 + 3 * Q)
@@ -66,7 +66,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         speculative_num_steps=3,
         speculative_eagle_topk=4,
         speculative_num_draft_tokens=Q,
-        max_total_tokens=256,
+        max_total_tokens=POOL,
         max_running_requests=REQUESTS,
     ) as worker:
         yield worker
@@ -238,6 +238,37 @@ def test_no_mask_over_the_context_is_made(ours: Any, stock: Any, monkeypatch: py
     assert ours.num_draft_tokens == Q
 
 
+def test_the_draft_stage_fills_that_mask_and_no_other(ours: Any) -> None:
+    """SGLang's own builder of trees, given what its worker gives it: nothing over the context is made or filled."""
+    from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient
+
+    mask = ours.verify_mask
+    assert mask.fits(3)
+    mask.buffer.fill_(False)
+    # The root, its four children, two of the first one's and one of the second one's.
+    parents = (-1, 0, 0, 0, 0, 1, 1, 2)
+    built = build_tree_kernel_efficient(
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor([[-1, 0, 1, 2, 3, 4, 5, 8, 12]]).repeat(3, 1),
+        torch.tensor([[0, 1, 2, 3, 4, 5, 8]]).repeat(3, 1),
+        torch.zeros(3, Q - 1, dtype=torch.int64),
+        torch.tensor(CASE.lengths),
+        0,  # as the worker does where a mask is lent: it waits for no length
+        4,
+        3,
+        Q,
+        mask.mode,
+        mask.buffer,
+        mask.is_read,
+    )[0]
+    assert built.data_ptr() == mask.buffer.data_ptr()
+    assert built.numel() == REQUESTS * Q * Q
+    expected = torch.zeros(Q, Q, dtype=torch.bool)
+    for node in range(Q):
+        expected[node, ancestors(parents, node)] = True
+    assert torch.equal(built[: 3 * Q * Q].view(3, Q, Q), expected.expand(3, -1, -1))
+
+
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 
@@ -252,46 +283,55 @@ def test_a_pass_without_a_graph(runner: Any, ours: Any, stock: Any, layer: Any) 
     assert (chain.double() - oracle(batch)).abs().max() > 0.05
 
 
-def test_pages_of_16_are_followed_slot_by_slot(runner: Any, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_are_followed_slot_by_slot(
+    runner: Any, layer: Any, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    monkeypatch.setattr(runner, "page_size", 16)
-    batch = draw(runner, layer, CASE._replace(page_size=16))
+    monkeypatch.setattr(runner, "page_size", page_size)
+    batch = draw(runner, layer, CASE._replace(page_size=page_size))
     taken = set(torch.cat(batch.token_slots).tolist())
-    free = [slot for slot in range(16, 256) if slot not in taken]
+    free = [slot for slot in range(page_size, POOL) if slot not in taken]
     monkeypatch.setitem(globals(), "DRAFT_SLOTS", torch.tensor(free[: 3 * Q]))
     stock = TritonAttnBackend(runner)
     expected = eager(runner, stock, batch, layer, full_mask(batch, CASE.lengths))
     got = eager(runner, ATTENTION_BACKENDS["triton"](runner), batch, layer, batch.mask)
-    assert stock.page_size == 16
+    assert stock.page_size == page_size
     torch.testing.assert_close(got, expected, **CLOSE)
     torch.testing.assert_close(got.double(), oracle(batch), **CLOSE)
 
 
-def test_graphs_are_captured_once_and_replayed(runner: Any, ours: Any, stock: Any, layer: Any) -> None:
+@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
+def test_graphs_are_captured_once_and_replayed(
+    runner: Any, ours: Any, stock: Any, layer: Any, chain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four requests are captured; batches of three and of two are replayed in them, padded as SGLang pads them."""
+    ours = make_for_chains(runner, monkeypatch) if chain else ours
+    shape = CASE._replace(chain=chain)
     for backend in (stock, ours):
         backend.init_cuda_graph_state(REQUESTS, REQUESTS * Q)
         none = torch.zeros(REQUESTS * Q, dtype=torch.int64)
         placeholder = torch.ones((REQUESTS + REQUESTS * Q) * Q, dtype=torch.bool)
         capture = forward_batch(runner, (1,) * REQUESTS, (0,) * REQUESTS, none, placeholder)
-        batch = draw(runner, layer)
+        batch = draw(runner, layer, shape)
         backend.init_forward_metadata_out_graph(capture, in_capture=True)
         captured, step = backend.forward_metadata, ours.tree_verify._step
         run_layer(backend, batch, layer, capture, padding=1)  # the warm-up
         for seed, real in ((1, 3), (2, 2), (3, 3)):
-            case = CASE._replace(lengths=CASE.lengths[-real:])
+            case = shape._replace(lengths=CASE.lengths[-real:])
             batch = draw(runner, layer, case, seed)
             lengths = (*case.lengths, *(1,) * (REQUESTS - real))
             rows = (*TABLE_ROWS[:real], *(0,) * (REQUESTS - real))
             slots = torch.cat([DRAFT_SLOTS[: real * Q], none[: (REQUESTS - real) * Q]])
             mask = full_mask(batch, lengths)
             if backend is ours:
-                # The draft stage fills our buffer with true and writes the trees of the batch.
+                # The draft stage fills our buffer with true and writes the trees of the batch; of chains none is read.
                 mask = ours.verify_mask.buffer
-                mask.fill_(True)
-                mask[: batch.mask.numel()] = batch.mask
+                mask.fill_(not chain)
+                if not chain:
+                    mask[: batch.mask.numel()] = batch.mask
             replay = forward_batch(runner, lengths, rows, slots, mask)
             backend.init_forward_metadata_out_graph(replay)
             # A graph runs what it captured: nothing that Python has rebound since reaches it.

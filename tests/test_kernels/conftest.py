@@ -21,6 +21,7 @@ import triton
 from stock_attention import as_on_hopper
 
 from benchmarks.kernel_bench import machine, provenance
+from benchmarks.kernel_tables import kernels_sha256
 
 POISON = 101
 """What fresh integers hold; floats hold NaN."""
@@ -93,6 +94,7 @@ class _Keeper:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.begin = time.monotonic()
+        self.kernels_sha256 = kernels_sha256()
         self.outcomes: Counter[str] = Counter()
         self.tables: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
@@ -110,6 +112,7 @@ class _Keeper:
         runs = json.loads(self.path.read_text())["runs"] if self.path.is_file() else []
         run = provenance() | {
             "machine": machine(torch.device("cpu")),
+            "kernels_sha256": self.kernels_sha256,
             "seconds": round(time.monotonic() - self.begin),
             "tests": {outcome: self.outcomes[outcome] for outcome in ("passed", "failed", "skipped")},
         }

@@ -148,7 +148,10 @@ def test_nothing_spills_where_the_context_is_read(arch: int) -> None:
 
 
 def test_nothing_spills_anywhere_on_hopper() -> None:
-    spills = {name: attending(90)[name].spills for name in IN_BF16 if name not in SPILL_BEHIND_LOOPS.get(MINOR, ())}
+    """Nor with more rows, in float16 or from 8 bits; float32 is multiplied without tensor cores, for tests alone."""
+    asked = [name for name in attending(90) if "float32" not in name and name not in SPILL_BEHIND_LOOPS.get(MINOR, ())]
+    assert set(asked) >= {*IN_BF16, *FITS} - set(SPILL_BEHIND_LOOPS.get(MINOR, ()))
+    spills = {name: attending(90)[name].spills for name in asked}
     assert not any(spills.values()), spills
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -89,9 +89,10 @@ def test_the_shape_of_the_smoke_test_is_computed_right_by_all(bench: ModuleType)
     assert {row["skipped"] for row in rows[3:]} == {"no CUDA device"}
 
 
-def test_the_benchmark_runs_as_a_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["tree_verify_gqa", "tree_verify_mla"])
+def test_the_benchmark_runs_as_a_program(tmp_path: Path, kernel: str) -> None:
     out = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.bench_tree_verify_mla", "--smoke", "--out", str(out)]
+    command = [sys.executable, "-m", f"benchmarks.bench_{kernel}", "--smoke", "--out", str(out)]
     subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=True)
     rows = json.loads(out.read_text())["rows"]
     assert [row["provider"] for row in rows[:3]] == ["torch", "ours", "ours, plan and mask included"]
@@ -179,6 +180,93 @@ def test_the_shapes_are_those_that_matter() -> None:
         (3, 4096),
         (3, 7168),
     }
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the whole script run here, over the smoke shape of two operators, without times."""
+    cuda = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: None)
+    # In the dtype of the smoke shape.
+    here = {"cuda": cuda, "device": lambda name: CPU, "bfloat16": torch.float16}
+    monkeypatch.setattr(gpu, "torch", SimpleNamespace(OutOfMemoryError=torch.OutOfMemoryError, **here))
+    idle = SimpleNamespace(terminate=lambda: None)
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(Popen=lambda *args, **kwargs: idle))
+    monkeypatch.setattr(gpu, "machine", lambda device: {"gpu": "NVIDIA H200", "copy_gbps": None})
+    monkeypatch.setattr(gpu, "matmul_tflops", lambda device: 600.0)
+    right = {"op": "tree_verify_gqa", "case": "ragged", "error": 1.0, "bar": 1.5, "problem": None, "skipped": None}
+    monkeypatch.setattr(gpu, "run_checks", lambda device: iter([right]))
+    for bench in (bench_tree_verify_gqa, bench_tree_verify_mla):
+        monkeypatch.setattr(bench, "SHAPES", {"smoke": bench.SMOKE})
+    monkeypatch.setattr(gpu, "OPERATORS", ("tree_verify_gqa", "tree_verify_mla"))
+
+
+def run_whole(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu", *words])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_whole_script_leaves_checks_rows_and_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_whole(monkeypatch, "--out", str(tmp_path)) == 0
+    (file,) = tmp_path.glob("gpu-nvidia-h200-*.json")
+    result = json.loads(file.read_text())
+    assert {"git_sha", "versions", "date", "machine", "checks", "rows", "problems"} <= set(result)
+    assert result["problems"] == []
+    measured = [(row["op"], row["provider"]) for row in result["rows"] if not row.get("skipped")]
+    assert measured == [
+        (op, provider)
+        for op in ("tree_verify_gqa", "tree_verify_mla")
+        for provider in ("torch", "ours", "ours, plan and mask included")
+    ]
+    said = capsys.readouterr().out
+    assert "1 checks, 0 failed, 0 left out" in said
+    assert "of_roofline" in said
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_does_not_fit_the_time_is_named_and_a_wrong_result_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_whole(monkeypatch, "--minutes", "0", "--out", str(tmp_path / "late")) == 0
+    (file,) = (tmp_path / "late").iterdir()
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["skipped"] for row in rows] == ["0.0 minutes were over"] * 2
+    off = bench_tree_verify_gqa.tree_verify_gqa
+    monkeypatch.setattr(bench_tree_verify_gqa, "tree_verify_gqa", lambda *a, **k: off(*a, **k).mul_(1.1))
+    assert run_whole(monkeypatch, "--out", str(tmp_path / "wrong")) == 1
+    (file,) = (tmp_path / "wrong").iterdir()
+    problems = json.loads(file.read_text())["problems"]
+    assert len(problems) == 2
+    assert all("expected at most" in problem for problem in problems)
+
+
+def test_it_needs_torch_and_triton_alone() -> None:
+    """Peers are used where they are, and nothing else of this package's requirements is imported."""
+    absent = (
+        "flashinfer",
+        "matplotlib",
+        "msgspec",
+        "openai",
+        "psutil",
+        "safetensors",
+        "sglang",
+        "tqdm",
+        "transformers",
+    )
+    script = f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import benchmarks.gpu as g; "
+    script += "g.benchmarks_of(g.OPERATORS)"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+
+
+def test_the_readme_says_whether_there_are_figures_of_a_device() -> None:
+    root = Path(__file__).parents[2]
+    figures = list((root / "benchmarks" / "results").glob("gpu-*.json"))
+    assert ("no figure from a device exists" in " ".join((root / "README.md").read_text().split())) is not bool(figures)
 
 
 def test_repetitions_that_differ_are_counted() -> None:

@@ -26,7 +26,7 @@ def test_every_figure_is_within_its_bar(run: dict[str, Any]) -> None:
         for figure in ("total", "of_sglang_extend"):
             assert row.get("bar") is None or row.get(figure, 0) <= row["bar"], row
     for row in run["balance"]:
-        assert row["longest_chunk_of_ideal"] <= row["bar"], row
+        assert row["bar"] is None or row["longest_chunk_of_ideal"] <= row["bar"], row
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["versions"]["triton"])
@@ -43,6 +43,7 @@ def test_the_runs_are_whole_and_of_one_tree() -> None:
     assert [run["versions"]["triton"].rpartition(".")[0] for run in RUNS] == ["3.8", "3.7", "3.6"]
     assert not any(run["dirty"] for run in RUNS)
     assert len({run["git_sha"] for run in RUNS}) == 1
+    assert {run["kernels_sha256"] for run in RUNS} == {kernel_tables.kernels_sha256()}, "run make kernels anew"
     assert RUNS[0]["seconds"] < 600
 
 

@@ -57,6 +57,12 @@ def test_matches_oracle(name: str, record: Callable[..., None]) -> None:
     record("errors", **about, oracle="float64", error=round(error, 3), bar=bar, result=actual)
 
 
+@pytest.mark.parametrize("group", range(1, 17))
+def test_any_number_of_query_heads_shares_a_kv_head(group: int) -> None:
+    batch = make_batch(Case((70, 3), 3, heads=2 * group, kv_heads=2))
+    assert excess(verify(batch), oracle(batch)) <= 1.5
+
+
 def test_a_chain_is_a_tree_without_branches() -> None:
     batch = make_batch(CASES["128-tokens-chain"])
     assert torch.equal(chain_bits(1, 128, torch.device("cpu")), pack_mask(batch.mask, batch.kv_indptr, 128))
@@ -145,15 +151,15 @@ def test_one_wrong_length_or_slot_breaks_the_bar_at_every_prefix(
     assert unseen == []
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_one_wrong_page_breaks_the_bar(page_size: int) -> None:
-    batch = make_batch(Case((3 * page_size - 5,), 5, page_size=page_size))
+@pytest.mark.parametrize(("page_size", "prefix"), [(16, 5), (16, 43), (16, 64), (64, 64), (64, 187)])
+def test_one_wrong_page_breaks_the_bar(page_size: int, prefix: int) -> None:
+    batch = make_batch(Case((prefix,), 5, page_size=page_size))
     expected, stranger = oracle(batch), int(batch.kv_slots[-1])
     pools = [pool.clone() for pool in (batch.k_pool, batch.v_pool)]
     for pool in pools:  # a page of nobody's, with plausible contents
         first = int(batch.kv_slots[0]) * page_size
         pool[stranger * page_size : (stranger + 1) * page_size] = pool[first : first + page_size].flip(-1)
-    for page in range(3):
+    for page in range(-(-prefix // page_size)):
         slots = batch.kv_slots.clone()
         slots[page] = stranger
         changed = dataclasses.replace(batch, kv_slots=slots, k_pool=pools[0], v_pool=pools[1])
@@ -187,7 +193,7 @@ def test_one_wrong_factor_breaks_the_bar(case: Case, mutated: Callable[[Batch], 
     assert excess(mutated(batch), expected) > 2.0
 
 
-@pytest.mark.parametrize("prefix", [0, 17, 64])
+@pytest.mark.parametrize("prefix", [0, 1, 17, 31, 63, 64])
 def test_one_flipped_bit_breaks_the_bar(prefix: int) -> None:
     batch = make_batch(Case((prefix,), 5, heads=2, target=1, batch_invariant=True), seed=3)
     expected, bits = oracle(batch), pack_mask(batch.mask, batch.kv_indptr, 5)

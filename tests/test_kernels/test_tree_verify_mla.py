@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch
 from interpreter import interpret
 from sglang_eagle3_ext.kernels import split_merge, tree_verify_mla
 from sglang_eagle3_ext.kernels.arch import TreeVerifyLaunch
-from sglang_eagle3_ext.kernels.split_merge import chain_bits
+from sglang_eagle3_ext.kernels.split_merge import chain_bits, pack_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.draft_trees import (
     BF16,
@@ -122,6 +124,20 @@ def test_one_wrong_length_or_slot_breaks_the_bar_at_every_prefix(mutated: Callab
     assert unseen == []
 
 
+@pytest.mark.parametrize(("page_size", "prefix"), [(16, 5), (16, 64), (64, 64), (64, 187)])
+def test_one_wrong_page_breaks_the_bar(page_size: int, prefix: int) -> None:
+    batch = latents(Case((prefix,), 5, 2, page_size=page_size, **SMALL))
+    truth, stranger = oracle(batch), int(batch.kv_slots[-1])
+    first = int(batch.kv_slots[0]) * page_size
+    pool = batch.k_pool[:, 0].clone()  # with a page of nobody's that has plausible contents
+    pool[stranger * page_size : (stranger + 1) * page_size] = pool[first : first + page_size].flip(-1)
+    assert excess(call(batch, latent_pool=pool), truth) <= BUDGET
+    for page in range(-(-prefix // page_size)):
+        slots = batch.kv_slots.clone()
+        slots[page] = stranger
+        assert excess(call(batch, latent_pool=pool, kv_slots=slots), truth) > 2 * BUDGET, page
+
+
 MUTATIONS: dict[str, Callable[[Batch], dict[str, Any]]] = {
     "one token less": lambda b: {"kv_indptr": b.kv_indptr - torch.tensor([0, 1], dtype=torch.int32)},
     "one token more": lambda b: {"kv_indptr": b.kv_indptr + torch.tensor([0, 1], dtype=torch.int32)},
@@ -165,6 +181,33 @@ def test_a_pool_of_three_million_slots() -> None:
 def test_chain_bits_and_a_chain_mask_are_one() -> None:
     batch = latents(Case((40,), 6, 2, chain=True, **SMALL))
     assert torch.equal(call(batch, bits=chain_bits(1, 6, torch.device("cpu"))), call(batch))
+
+
+def test_grid_follows_from_shapes_and_no_value_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whoever asked for one, as a host that waits for the device does, would raise."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    kernels = ("_plan_kernel", "_pack_mask_kernel", "_merge_kernel")
+    for module, kernel in [(tree_verify_mla, "_tree_verify_mla_kernel"), *((split_merge, name) for name in kernels)]:
+        monkeypatch.setattr(module, kernel, Recorder())
+    batch = latents(Case((50, 0), 40, 8, page_size=16, **SMALL))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {
+            field.name: mode.from_tensor(value)
+            for field in dataclasses.fields(Batch)
+            if isinstance(value := getattr(batch, field.name), torch.Tensor)
+        }
+        faked = dataclasses.replace(batch, **fake)
+        call(faked, bits=pack_mask(mode.from_tensor(batch.mask), faked.kv_indptr, 40))
+    # plan: a program per request and one more; 320 rows are some tiles; 16 chunks and one more per request
+    tiles = grids[2][0]
+    assert grids[:2] == [(2, 1), (3,)]
+    assert grids[2:] == [(tiles, 18), (80, grids[3][1])]
 
 
 REJECTED: dict[str, tuple[Callable[[Batch], dict[str, Any]], list[str]]] = {
