@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 COLUMNS = ("op", "shape", "dtype", "provider", "p20_us", "p50_us", "p80_us", "gbps", "of_copy", "max_err", "budget")
 
 
+TOO_LARGE = "the device's memory is too small for it"
+
 Call = Callable[[], torch.Tensor]
 Row = dict[str, Any]
 
@@ -220,7 +222,12 @@ def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepa
     todo = {"smoke": smoke} if args.smoke else {name: shapes[name] for name in args.shape}
     about, rows = machine(device), list[Row]()
     for name, shape in todo.items() if args.smoke else progress(todo.items(), len(todo), op):
-        prepared = prepare(shape, device, dtype)
+        try:
+            prepared = prepare(shape, device, dtype)
+            budget_of(prepared)
+        except torch.OutOfMemoryError:
+            rows.append(skipped(op, name, "all", TOO_LARGE))
+            continue
         names = [*prepared.providers, *prepared.peers]
         if unknown := sorted(set(args.provider or ()) - set(names)):
             expected = f"expected some of {', '.join(names)}. Name one of them."

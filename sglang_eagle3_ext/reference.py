@@ -625,29 +625,33 @@ def load(
         spec = read_draft(path_or_spec, override=override)
         if any(f.severity == "error" for f in spec.findings):
             raise CheckpointError.from_findings(spec.findings)
-    if target is not None and (embed is None or lm_head is None):
-        lent = borrowed(spec, target)
-        embed, lm_head = lent[0] if embed is None else embed, lent[1] if lm_head is None else lm_head
+    if target is not None:
+        embed, lm_head = borrowed(spec, target, embed=embed, lm_head=lm_head)
     return ReferenceDraft(spec, dict(read_tensors(spec)), embed=embed, lm_head=lm_head, dtype=dtype)
 
 
-def borrowed(spec: DraftSpec, target: str | Path) -> tuple[Tensor | None, Tensor | None]:
+def borrowed(
+    spec: DraftSpec, target: str | Path, *, embed: Tensor | None = None, lm_head: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Read what a draft borrows from its target, in the dtype in which it is stored there.
 
     Args:
         spec: the draft.
         target: folder or Hub id of the target.
+        embed: the embedding, where it need not be read.
+        lm_head: the head, likewise.
 
     Returns:
-        Its embedding [V, E] and its head [V, E]; ``None`` for what the draft has itself.
+        The target's embedding [V, E] and its head [V, E]; ``None`` for what the draft has itself.
 
     Raises:
         CheckpointError: the target has no such tensor.
     """
-    return (
-        _read_target_tensor(target, "embed_tokens.weight") if spec.embed == "target" else None,
-        _read_target_tensor(target, "lm_head.weight") if spec.lm_head == "target" else None,
-    )
+    if spec.embed == "target" and embed is None:
+        embed = _read_target_tensor(target, "embed_tokens.weight")
+    if spec.lm_head == "target" and lm_head is None:
+        lm_head = _read_target_tensor(target, "lm_head.weight")
+    return embed, lm_head
 
 
 def _attention(

@@ -265,6 +265,7 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
         "steps": STEPS,
         "topk": 1,
         "draft_tokens": STEPS + 1,
+        "verify_steps": right.verify_steps,
     }
     for name in names:
         told = SERVED[name]

@@ -55,7 +55,7 @@ RECORDED_STEPS = 1000
 errs as its mean."""
 
 MOST_RECORDED_STEPS = 10_000
-"""Verify steps beyond which a recorded value is not trusted any more: what is served is other text."""
+"""Verify steps that a recorded value is taken to rest on at most: what is served is other text."""
 
 RECENT_STEPS = 100
 """Verify steps over which the exported rate of a position is taken."""
@@ -145,13 +145,13 @@ class Watch:
 
     Args:
         expected: acceptance per position, as in ``eagle3_ext.expected``; as many positions as are to be compared.
-        recorded: verify steps that ``expected`` was measured on, so that it errs and depends on their text; ``None``
-            where it is a floor under any text.
+        recorded_steps: verify steps that ``expected`` was measured on, so that it errs and depends on their text;
+            ``None`` where it is a floor under any text.
     """
 
-    def __init__(self, expected: Sequence[float], *, recorded: int | None) -> None:
+    def __init__(self, expected: Sequence[float], *, recorded_steps: int | None) -> None:
         self.expected = tuple(expected)
-        self._recorded = None if recorded is None else min(recorded, MOST_RECORDED_STEPS)
+        self._recorded_steps = None if recorded_steps is None else min(recorded_steps, MOST_RECORDED_STEPS)
         self.restart()
 
     def restart(self) -> None:
@@ -212,9 +212,9 @@ class Watch:
             if spread.texts < FEWEST_TEXTS:
                 continue
             error, far = spread.error(), expected
-            if self._recorded is not None:
+            if self._recorded_steps is not None:
                 # The recorded value has an error of the same kind as the one measured here.
-                error *= math.sqrt(1 + self._feature.chances / self._recorded)
+                error *= math.sqrt(1 + self._feature.chances / self._recorded_steps)
                 far *= 1 - FAR
             below = spread.texts >= SETTLED_TEXTS and spread.mean + DEVIATIONS * error < expected
             if below or spread.mean + FAR_DEVIATIONS * error < far:
@@ -336,13 +336,18 @@ class Served:
     def __init__(self, plan: AssemblyPlan, steps: int, topk: int, draft_tokens: int, warns: bool) -> None:
         self.plan, self._steps, self._topk, self._warns = plan, steps, topk, warns
         self._metrics: Metrics | None = None
-        self._floor = Watch([FLOOR], recorded=None)
+        self._floor = Watch([FLOOR], recorded_steps=None)
         expected, why = comparable(plan.spec.expected, steps, topk, draft_tokens)
         recorded = plan.spec.expected and plan.spec.expected.verify_steps
-        self._recorded = Watch(expected, recorded=recorded or RECORDED_STEPS) if expected else None
+        self._recorded = Watch(expected, recorded_steps=recorded or RECORDED_STEPS) if expected else None
         self._warned = False
         if warns:
-            compared = f"with {_shares(expected)} per position ({why})" if expected else f"with a floor only: {why}"
+            compared = f"with a floor only: {why}"
+            if expected:
+                rests = (
+                    f"{recorded:,} verify steps" if recorded else f"steps nobody noted, taken for {RECORDED_STEPS:,}"
+                )
+                compared = f"with {_shares(expected)} per position, measured on {rests} ({why})"
             logger.info("  watch             acceptance is compared %s", compared)
 
     def restart(self) -> None:

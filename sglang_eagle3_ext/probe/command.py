@@ -104,6 +104,7 @@ def _probe(
         if args.features is None:
             _write_features(args, candidates, target, file, engine)
         features = Features.open(file)
+        check_pair(candidates.spec, target, features)
         if args.features is not None:
             longest = max(len(answer.tokens) for answer in features.answers)
             _say(_search_lines(candidates, features.num_layers, len(features.answers), longest))
@@ -131,6 +132,7 @@ def _probe(
             progress=stack.enter_context(_bars()),
             name=args.draft,
             revision=args.revision,
+            candidates=candidates,
         )
         if args.json:
             sys.stdout.write(json.dumps(_without_nan(report.as_json(result)), indent=2) + "\n")
@@ -361,9 +363,9 @@ def _search_lines(candidates: Candidates, layers: int, prompts: int, longest: in
     minutes = bound * seconds_per_answer(candidates, max(longest, 4)) / 60
     # Tables of the target stay mapped as they are stored, but for the rows of its head that the draft proposes.
     draft = sum(tensor.nbytes for tensor in candidates.tensors.values())
-    draft += 4 * spec.vocab.draft * spec.hidden_size * (spec.lm_head == "target")
+    draft += 4 * spec.vocab.draft * spec.hidden_size * (spec.lm_head != "own")
     return [
-        f"search: the draft reads at most {bound:,} answers in {minutes:.1f} min, usually less than a tenth of that",
+        f"search: the draft reads at most {bound:,} answers, in about {minutes:.1f} min; usually less than a tenth",
         f"memory: {draft / 1e9:.1f} GB for the draft and up to {PROJECTION_BYTES / 1e9:.1f} GB for projections",
     ]
 

@@ -199,6 +199,7 @@ def probe(
     progress: Callable[[str, int], Callable[[int], object]] = lambda what, total: lambda done: None,
     name: str | None = None,
     revision: str | None = None,
+    candidates: Candidates | None = None,
 ) -> Probe:
     """Find out which assembly a draft was trained with.
 
@@ -212,6 +213,7 @@ def probe(
         progress: is called with a name and a total, and returns what advances it.
         name: the draft in the user's words, such as a Hub id, for the advice; the folder by default.
         revision: its branch, tag or commit on the Hub, where one was asked for, for the advice.
+        candidates: of this draft and this target, where they have been read.
 
     Returns:
         What was found.
@@ -221,7 +223,7 @@ def probe(
         UnsupportedError: the draft is of a kind that ``reference`` does not run.
     """
     facts = read_target(target)
-    candidates = Candidates(draft, target)
+    candidates = Candidates(draft, target) if candidates is None else candidates
     spec = candidates.spec
     plan = assembly.plan(spec, facts)
     check_pair(spec, target, features)

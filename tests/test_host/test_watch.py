@@ -87,7 +87,7 @@ def test_no_error_is_claimed_for_few_texts():
 
 @pytest.mark.parametrize("assembly", ["stock_default", "story", "order_210", "last"])
 def test_floor_fires_for_a_wrong_assembly(assembly: str):
-    watching = Watch([watch.FLOOR], recorded=None)
+    watching = Watch([watch.FLOOR], recorded_steps=None)
     assert fired(watching, counts(assembly), 1000) <= 1000
     assert watching.alarm is not None
     assert watching.alarm.accept_per_position == pytest.approx((watching.alarm.got,))
@@ -95,25 +95,25 @@ def test_floor_fires_for_a_wrong_assembly(assembly: str):
 
 @pytest.mark.parametrize("assembly", ["right", "weak"])
 def test_floor_spares_a_draft_that_is_right_or_weak(assembly: str):
-    assert fired(Watch([watch.FLOOR], recorded=None), counts(assembly), 10000) == math.inf
+    assert fired(Watch([watch.FLOOR], recorded_steps=None), counts(assembly), 10000) == math.inf
 
 
 @pytest.mark.parametrize("assembly", ["stock_default", "story", "order_210", "order_021", "last", "residual"])
 def test_recorded_value_tells_a_wrong_assembly(assembly: str):
     expected = acceptance(counts("right"))
-    assert fired(Watch(expected, recorded=RECORDED), counts(assembly), 1000) <= 1000
+    assert fired(Watch(expected, recorded_steps=RECORDED), counts(assembly), 1000) <= 1000
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_recorded_value_spares_the_right_assembly(seed: int):
     expected = acceptance(counts("right"))
-    assert fired(Watch(expected, recorded=RECORDED), counts("right"), 10000, seed) == math.inf
+    assert fired(Watch(expected, recorded_steps=RECORDED), counts("right"), 10000, seed) == math.inf
 
 
 @pytest.mark.parametrize("first", sorted({text["category"] for text in TEXTS} - {"seen", "unseen"}))
 def test_right_assembly_may_begin_with_any_category(first: str):
     """Each of the eight categories in turn, any of them first; the harder ones lie a third below the easier."""
-    watching = Watch(acceptance(counts("right")), recorded=RECORDED)
+    watching = Watch(acceptance(counts("right")), recorded_steps=RECORDED)
     categories = sorted({text["category"] for text in TEXTS} - {"seen", "unseen"}, key=lambda c: (c != first, c))
     for request, (category, text) in enumerate(itertools.product(categories, TEXTS)):
         if text["category"] == category:
@@ -124,22 +124,22 @@ def test_right_assembly_may_begin_with_any_category(first: str):
 
 def test_recurrent_passes_are_judged_on_their_own():
     """The wrong recurrent state leaves the first draft as it is."""
-    watching = Watch(acceptance(counts("right")), recorded=RECORDED)
+    watching = Watch(acceptance(counts("right")), recorded_steps=RECORDED)
     assert fired(watching, counts("recurrent_state"), 1000) <= 1000
     assert watching.alarm is not None
     assert watching.alarm.passes == "recurrent"
 
 
 def test_a_value_recorded_on_little_text_convinces_slowly():
-    """What a few hundred verify steps recorded may lie a tenth off; 10,000 may not."""
+    """What a few hundred verify steps recorded may lie a seventh off; 10,000 may not."""
     expected = [share * 1.15 for share in acceptance(counts("right"))]
-    steps = [fired(Watch(expected, recorded=recorded), counts("right"), 20000) for recorded in (300, 10_000)]
+    steps = [fired(Watch(expected, recorded_steps=recorded), counts("right"), 20000) for recorded in (300, 10_000)]
     assert steps[0] > 20000 > steps[1]
-    assert Watch(expected, recorded=10**9)._recorded == watch.MOST_RECORDED_STEPS
+    assert Watch(expected, recorded_steps=10**9)._recorded_steps == watch.MOST_RECORDED_STEPS
 
 
 def test_open_texts_bring_no_judgement_forward():
-    watching = Watch([0.9], recorded=None)
+    watching = Watch([0.9], recorded_steps=None)
     short, long = list(range(8)), list(range(100, 160))
     for _ in range(5):
         assert watching.count([*short, *long], [0] * 68) is None
@@ -152,7 +152,7 @@ def test_open_texts_bring_no_judgement_forward():
 
 
 def test_one_alarm_until_a_restart():
-    watching = Watch([watch.FLOOR], recorded=None)
+    watching = Watch([watch.FLOOR], recorded_steps=None)
     alarms = [watching.count([step // 20], [0]) for step in range(3000)]
     assert [alarm is not None for alarm in alarms].index(True) >= watch.FIRST_STEPS - 1
     assert sum(alarm is not None for alarm in alarms) == 1
@@ -164,7 +164,7 @@ def test_one_alarm_until_a_restart():
 def test_order_of_requests_within_passes_does_not_matter():
     """The same texts one by one and eight at a time, in lockstep, give the same means."""
     texts = [text[:40] for text in counts("right") if len(text) >= 40][:8]
-    single, batched = Watch([0.5, 0.2, 0.1], recorded=RECORDED), Watch([0.5, 0.2, 0.1], recorded=RECORDED)
+    single, batched = Watch([0.5, 0.2, 0.1], recorded_steps=RECORDED), Watch([0.5, 0.2, 0.1], recorded_steps=RECORDED)
     for request, text in enumerate(texts):
         for drafts in text:
             single.count([request], [drafts])
@@ -318,6 +318,24 @@ def test_recorded_value_speaks_of_greedy_requests_only(monkeypatch: pytest.Monke
     assert watch._served is not None
     assert watch._served._warned is compared
     assert watch._served._floor.verify_steps == (0 if compared else 1200)
+
+
+@pytest.mark.parametrize(
+    ("noted", "taken", "said"),
+    [
+        (300, 300, "measured on 300 verify steps"),
+        (10**6, watch.MOST_RECORDED_STEPS, "measured on 1,000,000 verify steps"),
+        (None, watch.RECORDED_STEPS, "measured on steps nobody noted, taken for 1,000"),
+    ],
+)
+def test_on_how_much_a_recorded_value_rests(
+    noted: int | None, taken: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", watch.__name__):
+        made = served(Expected(1.9, (0.9, 0.5, 0.3), 3, 1, 4, noted))
+    assert made._recorded is not None
+    assert made._recorded._recorded_steps == taken
+    assert said in caplog.text
 
 
 @pytest.mark.host

@@ -34,13 +34,21 @@ def test_every_operator_has_its_turn_and_every_shape_one() -> None:
 
 
 def test_what_exceeds_the_memory_is_left_out_and_no_fault() -> None:
+    """Where PyTorch's own attention does not fit; of a kernel of ours it is one."""
+
     def too_large() -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    prepared = Prepared({"torch": too_large, "ours": too_large}, torch.zeros(3, dtype=torch.float64), 0)
-    rows, problems = gpu.run_shape("op", "name", prepared, 0, WITHOUT_TIMES)
+    truth = torch.zeros(3, dtype=torch.float64)
+    rows, problems = gpu.run_shape(
+        "op", "name", Prepared({"torch": too_large, "ours": too_large}, truth, 0), 0, WITHOUT_TIMES
+    )
     assert problems == []
-    assert [row["skipped"] for row in rows] == [gpu.TOO_LARGE] * 2
+    assert [(row["provider"], row["skipped"]) for row in rows] == [("all", kernel_bench.TOO_LARGE)]
+    fits = {"torch": lambda: torch.zeros(3), "ours": too_large}
+    rows, problems = gpu.run_shape("op", "name", Prepared(fits, truth, 0), 0, WITHOUT_TIMES)
+    assert [row["skipped"] for row in rows[1:]] == ["OutOfMemoryError"]
+    assert len(problems) == 1
 
 
 def test_a_large_batch_is_read_in_parts() -> None:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sglang_eagle3_ext import resave
 from sglang_eagle3_ext.errors import CheckpointError
 from sglang_eagle3_ext.formats import read_draft
-from sglang_eagle3_ext.probe import command
+from sglang_eagle3_ext.probe import command, search
 from sglang_eagle3_ext.probe.features import Engine, Features, FeatureWriter, state_bytes
 from sglang_eagle3_ext.reference import capture_hf
 
@@ -65,12 +65,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 def test_prints_one_object_with_the_documented_keys(
-    pair: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft, target, file = pair
+    bound = search.search_bound(8, 3, search.sizes(len(Features.open(file).answers) // 2))
+    monkeypatch.setattr(search, "seconds_per_answer", lambda candidates, tokens: 12 / bound)
     assert run("probe", draft, "--target", target, "--features", file, "--json") == 1
     printed = capsys.readouterr()
-    assert re.search(r"search: the draft reads at most [\d,]+ answers in \d+\.\d min, usually less", printed.err)
+    assert "answers, in about 0.2 min; usually less than a tenth" in printed.err
     assert "memory: 0.0 GB for the draft and up to" in printed.err
     got: dict[str, Any] = json.loads(printed.out)
     assert got["verdict"] == "other_found"
@@ -206,6 +208,21 @@ def test_a_draft_that_may_not_be_written_is_refused_before_the_work(
             run("probe", draft, "--target", target, "--write")
     finally:
         draft.chmod(0o755)
+
+
+def test_the_draft_is_read_once(pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take gigabytes."""
+    made = []
+    read = search.Candidates.__init__
+
+    def count(self: search.Candidates, *args: Any) -> None:
+        made.append(args)
+        read(self, *args)
+
+    monkeypatch.setattr(search.Candidates, "__init__", count)
+    draft, target, file = pair
+    run("probe", draft, "--target", target, "--features", file)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("device", ["meta", "nonsense"])

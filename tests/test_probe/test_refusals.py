@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,25 @@ def test_chains_longer_than_a_text(tmp_path: Path, capsys: pytest.CaptureFixture
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"sglang-eagle3: --steps: got {10**12} with texts of up to ")
     assert line.endswith(" tokens; expected chains that are shorter. Give fewer.")
+
+
+def test_a_feature_file_without_an_answer_to_draft_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = write_target(tmp_path / "target", num_layers=8), write_draft(tmp_path / "draft")
+    with FeatureWriter(tmp_path / "features", target="target", steps=3) as writer:
+        for answer in features(load(draft, target), (0, 4, 7), answers=2).answers:
+            writer.append(replace(answer, completion_tokens=1))
+    line = refused(capsys, draft, "--target", target, "--features", tmp_path / "features")
+    assert "features: got no answer of two tokens or more" in line
+
+
+def test_a_draft_that_cannot_be_run_is_refused_before_the_target_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_target(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("sglang_eagle3_ext.probe.features.load_target", load_target)
+    target = write_target(tmp_path / "target", num_layers=8)
+    draft = write_draft(tmp_path / "draft", config_changes={"intermediate_size": 41})
+    assert main(["probe", str(draft), "--target", str(target)]) == 1
+    assert "by the config. Correct either one." in capsys.readouterr().err

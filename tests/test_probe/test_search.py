@@ -208,6 +208,11 @@ def test_drafts_of_all_switches_hold_one_copy_of_everything(tmp_path: Path, targ
     assert one is not other
     assert one.head.data_ptr() == other.head.data_ptr()
     assert one.embed.data_ptr() == other.embed.data_ptr()
+    own = {"lm_head.weight": None, "embed_tokens.weight": torch.ones(96, 32).bfloat16(), "d2t": None, "t2d": None}
+    sizes = {"tie_word_embeddings": True, "draft_vocab_size": 96}
+    tied = Candidates(write_draft(tmp_path / "tied", config_changes=sizes, tensor_changes=own), target)
+    assert tied.spec.lm_head == "tied"
+    assert tied.draft(()).head.data_ptr() == tied.draft((("residual", "post_norm"),)).head.data_ptr()
     held = {tensor.data_ptr() for tensor in candidates.tensors.values()}
     for draft in (one, other):
         layer = draft._layers[0]

@@ -345,7 +345,9 @@ class Run:
                 batch = [self.sequences[i] for i in order[self.index]]
                 self.index += 1
                 part = self._part(batch, random.Random(a.seed * 1_000_000 + self.update))
-                made = losses(self.draft, self.embedding, part, batch, steps, a.state_weight, a.temperature, a.bfloat16)
+                made = losses(
+                    self.draft, self.embedding, part, batch, steps, a.state_weight, a.target_temperature, a.bfloat16
+                )
                 loss = sum((STEP_WEIGHT**k * value for k, (value, _) in enumerate(made)), torch.zeros(()))
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -396,7 +398,12 @@ def main() -> None:
         "--head-rate", type=float, default=0.1, help="learning rate of the head, times that of the rest"
     )
     parser.add_argument("--state-weight", type=float, default=0.0, help="weight of the distance to the target's state")
-    parser.add_argument("--temperature", type=float, default=1.0, help="at which the target's distribution is met")
+    parser.add_argument(
+        "--target-temperature",
+        type=float,
+        default=1.0,
+        help="at which the target's distribution is met; below 1 its choice counts for more",
+    )
     parser.add_argument("--bfloat16", action="store_true", help="multiply matrices in bfloat16")
     parser.add_argument("--dropout", type=float, default=0.1, help="of the target's states and inside the MLP")
     parser.add_argument("--threads", type=int, default=1)
@@ -407,6 +414,8 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.target_temperature <= 0:
+        parser.error(f"--target-temperature: got {arguments.target_temperature}; expected more than 0. Give 1.")
     if arguments.init is None and arguments.vocabulary is None:
         arguments.vocabulary = 13312
     torch.set_num_threads(arguments.threads)
