@@ -46,4 +46,10 @@ def test_what_the_page_promises() -> None:
     for kind in ("mixed", "drift"):
         for name in WRONG:
             assert fired[kind][name]["5000"] >= 0.98, (kind, name)
+        assert all(fired[kind][name]["1000"] >= 0.6 for name in ("order_021", "residual", "recurrent_state")), kind
+        by_one = [name for name in fired[kind] if name.startswith(("up_", "down_"))]
+        assert len(by_one) == 7
+        assert max(fired[kind][name]["5000"] for name in by_one) <= 0.4
+        assert fired[kind]["up_all"]["30000"] >= 0.85
+        assert max(fired[kind][name]["30000"] for name in by_one if name != "up_all") <= 0.3
     assert fired["floor"]["weak"]["30000"] == 0
