@@ -300,13 +300,13 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
 
 
 def run_pairs(folder: Path) -> None:
-    """Run the soak tests that train tiny pairs, and keep what they found.
+    """Run the tests that train tiny pairs, and keep what they found.
 
     Raises:
         RuntimeError: a test failed.
     """
     file, stamped = folder / "pairs.json", stamp()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "soak", "tests/test_probe/test_soak.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "soak or e2e", "tests/test_probe/test_soak.py"]
     environment = os.environ | {"PAIRS_RESULTS": str(file)}
     if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
         raise RuntimeError(f"pairs: got exit code {code}; expected every pair as its test wants it. See above.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sglang_eagle3_ext.host.servers import Server, free_port, running
 
@@ -124,9 +127,13 @@ def warm(folder: Path) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
             asked = {"arguments": [*words, "--port", str(free_port())], "cwd": str(folder), "error": str(error)}
             launches.write(json.dumps(asked) + "\n")
             launches.flush()
+            if not select.select([ends], [], [], 300)[0]:
+                pytest.fail(f"hangs: {' '.join(words)}\n{error.read_text(errors='replace')}")
             return int(ends.readline()), error.read_text(errors="replace")
 
         try:
             yield launch
         finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             launches.close()

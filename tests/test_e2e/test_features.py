@@ -24,7 +24,7 @@ STEPS = 3
     ("count", "new", "more"),
     [
         pytest.param(10, 24, [], id="one rank"),
-        pytest.param(4, 8, ["--tp-size", "2"], id="two ranks", marks=pytest.mark.soak),
+        pytest.param(4, 8, ["--tp-size", "2"], id="two ranks"),
     ],
 )
 def test_sglang_writes_the_states_of_transformers(

@@ -35,6 +35,12 @@ def test_an_answer_is_walked_from_one_verify_step_to_the_next() -> None:
     assert walk([], completion_tokens=1) == ""
 
 
+def test_a_verify_step_costs_next_to_nothing() -> None:
+    took = RESULT["microseconds_a_step"]
+    assert took["1"] < 50, "a verify step takes milliseconds"
+    assert took["64"] < 500
+
+
 def test_what_the_page_promises() -> None:
     """Small errors are not among it: the page says that no threshold on accepted counts tells them apart."""
     fired = RESULT["fired"]

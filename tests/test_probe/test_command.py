@@ -243,6 +243,9 @@ def test_progress_is_said_where_there_is_no_terminal(
     done = [int(line.split()[1].replace(",", "")) for line in searched]
     assert len(done) > 5
     assert done == sorted(done)
+    bounds = {line.split(" of at most ")[1].split(",  ")[0].rpartition(", ")[0] for line in searched}
+    (bound,) = bounds
+    assert done[-1] <= int(bound.replace(",", ""))
     assert any(re.fullmatch(r"measure: \d+ of \d+, \d+ s", line) for line in lines)
 
 

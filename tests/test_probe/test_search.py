@@ -37,9 +37,9 @@ def found(result: Probe) -> list[str]:
         pytest.param((0, 4, 7), ["embed", "layer3", "layer6"], id="told right"),
         pytest.param((0, 4, 7), ["layer1", "layer4", "layer7"], id="told wrong", marks=pytest.mark.soak),
         pytest.param((7, 0, 4), ["embed", "layer3", "layer6"], id="permuted"),
-        pytest.param((5,), None, id="one source", marks=pytest.mark.soak),
-        pytest.param((3, 8), None, id="two, the last boundary", marks=pytest.mark.soak),
-        pytest.param((9, 1, 2), None, id="final norm first", marks=pytest.mark.soak),
+        pytest.param((5,), None, id="one source", marks=pytest.mark.e2e),
+        pytest.param((3, 8), None, id="two, the last boundary", marks=pytest.mark.e2e),
+        pytest.param((9, 1, 2), None, id="final norm first", marks=pytest.mark.e2e),
         pytest.param((1, 8, 3, 6, 0), None, id="five", marks=pytest.mark.soak),
     ],
 )
@@ -70,6 +70,7 @@ def test_finds_the_planted_assembly(
 
 
 QUICK_SWITCHES = ("recurrent_state", "vocab_map")
+"""The others, and more sources, run with the end-to-end tests: they take half a minute together."""
 SWITCHES: list[tuple[str, Any, dict[str, Any]]] = [
     ("residual", "post_norm", {}),
     ("recurrent_state", "post_norm", {}),
@@ -82,7 +83,7 @@ SWITCHES: list[tuple[str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("key", "truth", "changes"),
-    [pytest.param(*s, id=f"{s[0]}={s[1]}", marks=[pytest.mark.soak] * (s[0] not in QUICK_SWITCHES)) for s in SWITCHES],
+    [pytest.param(*s, id=f"{s[0]}={s[1]}", marks=[pytest.mark.e2e] * (s[0] not in QUICK_SWITCHES)) for s in SWITCHES],
 )
 def test_finds_the_switch(tmp_path: Path, target: Path, key: str, truth: Any, changes: dict[str, Any]) -> None:
     folder = write_draft(tmp_path / "draft", config_changes={"rope_theta": 10000.0, **changes})
@@ -124,7 +125,7 @@ def test_says_when_no_assembly_explains_the_draft(tmp_path: Path, target: Path, 
     assert "No assembly explains this draft" in result.advice
 
 
-@pytest.mark.soak
+@pytest.mark.e2e
 def test_a_weak_draft_is_told_from_a_wrong_assembly(tmp_path: Path, target: Path) -> None:
     folder = write_draft(tmp_path / "draft", config_changes={"eagle3_ext": {"sources": ["embed", "layer3", "layer6"]}})
     result = probe(folder, target, features(load(folder, target), (0, 4, 7), agree=0.25, answers=40))

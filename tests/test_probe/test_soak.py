@@ -1,7 +1,7 @@
 """Drafts trained for seconds on tiny targets of other families: the probe is told nothing and finds all.
 
-Run by hand: ``pytest -m soak tests/test_probe``, or ``python -m benchmarks.probe.measure pairs``, which keeps what is
-found: ``PAIRS_RESULTS`` names the file.
+Run by hand, but for one: ``pytest -m soak tests/test_probe``, or ``python -m benchmarks.probe.measure pairs``, which
+keeps what is found: ``PAIRS_RESULTS`` names the file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from sglang_eagle3_ext.probe.search import Candidates, Scorer, beyond_chance
 from sglang_eagle3_ext.probe.verdict import Probe, probe, sources
 from sglang_eagle3_ext.reference import ReferenceDraft
 
-pytestmark = pytest.mark.soak
-
 VOCAB, WIDTH = 64, 24
 
 
@@ -41,6 +39,7 @@ class Pair(NamedTuple):
     draft_vocab: int = VOCAB
     absolute: bool = False
     residual: str = "pre_norm"
+    norms: str = "none"
 
 
 PAIRS = (
@@ -56,7 +55,11 @@ PAIRS = (
     Pair("qwen2", 6, (0, 3, 6)),
     Pair("llama", 5, (1, 4, 0), residual="post_norm"),
     Pair("qwen2", 7, (3, 6, 0), residual="post_norm"),
+    Pair("llama", 6, (0, 3, 5), norms="per_source"),
+    Pair("qwen2", 5, (1, 4, 2), norms="concatenation"),
 )
+QUICK = PAIRS[1]
+"""The one that is trained and found in every run of the tests."""
 ALIKE = (
     Pair("gemma2", 4, (1, 4)),
     Pair("gemma2", 5, (5, 2)),
@@ -120,27 +123,49 @@ def train(folder: Path, target: Path, features: Features, pair: Pair, updates: i
 
 def write_pair(pair: Pair, tmp_path: Path) -> tuple[Path, Path, Features]:
     target, to_train, to_probe = write_texts(pair.family, pair.layers, tmp_path)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "eagle3_ext": {"residual": pair.residual}}
+    ext = {"residual": pair.residual, "norms": pair.norms}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "eagle3_ext": ext}
+    tensors: dict[str, Any] = {"t2d": None} if pair.draft_vocab != VOCAB else {}
+    tensors |= norms_of(pair)
     draft = write_draft(
         tmp_path / "draft", "vllm", hidden=WIDTH, num_sources=len(pair.places), vocab=VOCAB,
-        draft_vocab=pair.draft_vocab, config_changes=config,
-        tensor_changes={"t2d": None} if pair.draft_vocab != VOCAB else None,
+        draft_vocab=pair.draft_vocab, config_changes=config, tensor_changes=tensors,
     )  # fmt: skip
     train(draft, target, to_train, pair)
     told = json.loads((draft / "config.json").read_text())
     del told["eagle3_ext"]
+    told |= UNTOLD[pair.norms]
     (draft / "config.json").write_text(json.dumps(told))
     return draft, target, to_probe
 
 
+UNTOLD: dict[str, dict[str, bool]] = {
+    "none": {},
+    "per_source": {"fc_norm": False},
+    "concatenation": {"norm_before_fc": False},
+}
+"""What a config says that leaves the norms around fc out."""
+
+
+def norms_of(pair: Pair) -> dict[str, torch.Tensor]:
+    """Give the norms around fc that a pair's draft begins with."""
+    g, count = torch.Generator().manual_seed(2), len(pair.places)
+    drawn = 1 + 0.3 * torch.randn(count, WIDTH, generator=g)
+    if pair.norms == "per_source":
+        return {f"fc_norm.{k}.weight": norm for k, norm in enumerate(drawn)}
+    return {"input_norm.weight": drawn.flatten()} if pair.norms == "concatenation" else {}
+
+
 def name(pair: Pair) -> str:
     switched = "" if pair.residual == "pre_norm" else f", residual {pair.residual}"
+    switched += "" if pair.norms == "none" else f", norms {pair.norms}"
     return f"{pair.family}-{pair.layers}-{'-'.join(map(str, pair.places))}{switched}"
 
 
 def switches(pair: Pair) -> dict[str, str]:
     """What a probe has to find beside the sources, where it is told nothing."""
     found = {} if pair.residual == "pre_norm" else {"residual": pair.residual}
+    found |= {} if pair.norms == "none" else {"norms": pair.norms}
     return found | ({"vocab_map": "absolute"} if pair.absolute else {})
 
 
@@ -168,7 +193,11 @@ def note(pair: Pair, result: Probe) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=name)
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=pytest.mark.e2e if pair is QUICK else pytest.mark.soak) for pair in PAIRS],
+    ids=name,
+)
 def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair, results: dict[str, Any]) -> None:
     draft, target, features = write_pair(pair, tmp_path)
     result = probe(draft, target, features)
@@ -180,6 +209,7 @@ def test_finds_what_a_draft_was_trained_on(tmp_path: Path, pair: Pair, results: 
     assert result.verdict == "other_found"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("pair", ALIKE, ids=name)
 def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair, results: dict[str, Any]) -> None:
     draft, target, features = write_pair(pair, tmp_path)
@@ -196,6 +226,7 @@ def test_names_what_a_draft_does_not_tell_apart(tmp_path: Path, pair: Pair, resu
     assert not beyond_chance(scorer.per_answer(pair.places, ()) - best, 2.0)
 
 
+@pytest.mark.soak
 def test_names_a_switch_that_answers_do_not_tell(tmp_path: Path, results: dict[str, Any]) -> None:
     draft, target, features = write_pair(UNSURE, tmp_path)
     result = probe(draft, target, features)
@@ -204,6 +235,7 @@ def test_names_a_switch_that_answers_do_not_tell(tmp_path: Path, results: dict[s
     assert result.best.places in (UNSURE.places, (2, 5))
 
 
+@pytest.mark.soak
 def test_a_draft_of_another_target_is_explained_by_nothing(tmp_path: Path, results: dict[str, Any]) -> None:
     draft, _, _ = write_pair(PAIRS[0], tmp_path)
     (tmp_path / "other").mkdir()
