@@ -18,9 +18,12 @@ from benchmarks.render import markdown_table, replace_region
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "kernels.json"
 PAGE = ROOT / "docs" / "kernels.md"
-KERNELS = ("fc_proj", "norm_concat", "tree_verify_gqa", "tree_verify_mla")
+KERNELS = ("fc_proj", "norm_concat", "tree_verify_gqa", "tree_verify_mla", "split_merge")
 GATES = {"fc_proj": "fc", "norm_concat": "fc", "tree_verify_gqa": "tree_gqa", "tree_verify_mla": "tree_mla"}
+GATES["split_merge"] = GATES["tree_verify_gqa"]
 """Which compile gate holds a kernel."""
+PARTS = {"split_merge": ("_plan_kernel", "_pack_mask_kernel", "_merge_kernel")}
+"""What a file's kernels are called, where not after the file."""
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -63,7 +66,8 @@ def proof(run: Run) -> list[str]:
             worst = max(barred, key=lambda row: row["error"] / row["bar"], default=None)
             found = f": {worst['error']:.2f} of {worst['bar']:g}" if worst else ""
             oracles.append(f"{oracle} ({len(same)}){found}")
-        compiled = [row for row in run["resources"] if row["gate"] == GATES[kernel] and kernel in row["kernel"]]
+        names = PARTS.get(kernel, (f"_{kernel}_kernel",))
+        compiled = [row for row in run["resources"] if row["gate"] == GATES[kernel] and row["kernel"] in names]
         targets = ", ".join(f"sm_{arch}" for arch in sorted({row["arch"] for row in compiled}))
         dtypes = [distinct(errors, "dtype"), distinct(errors, "stored")]
         lines.append([f"`{kernel}`", contract_of(kernel), *dtypes, targets, "; ".join(oracles)])

@@ -6,8 +6,9 @@
     python -m benchmarks.probe.measure told             # what the copy of a draft says, and what is found
     python -m benchmarks.probe.measure served NAME...   # one server for each assembly, and what the probe predicts
     python -m benchmarks.probe.measure pairs            # drafts trained on tiny targets of other families
+    python -m benchmarks.probe.measure drift            # the right assembly, one category of texts after another
 
-All but the last take states that were kept (``sglang-eagle3 probe --save-features FILE``, or
+``default`` to ``served`` take states that were kept (``sglang-eagle3 probe --save-features FILE``, or
 ``default --save-features FILE``) with ``--features FILE`` in place of letting the target write anew. Each step keeps
 its part of ``benchmarks/results/probe.json``; ``python -m benchmarks.probe.render`` writes the page.
 """
@@ -28,6 +29,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ PICTURE = ROOT / "docs" / "probe.png"
 NEW, STEPS = 64, 3
 TOLD_PROMPTS = 192
 SERVED_PROMPTS = 48
+DRIFTING = (ROOT / "benchmarks" / "watch" / "prompts.json", ROOT / "benchmarks" / "demo" / "prompts_eval.json")
+DRIFTING_NEW = 160
 
 RIGHT = ["embed", "layer3", "layer15"]
 SERVED: dict[str, dict[str, Any]] = {
@@ -313,8 +317,8 @@ def run_pairs(folder: Path) -> None:
     keep("pairs", {**stamped, "pairs": json.loads(file.read_text())})
 
 
-def ask_server(target: Path, folder: Path, features: Features, ext: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one server on the demo's draft under an ``eagle3_ext``, ask for every answer, and read its counters."""
+def draft_server(target: Path, log: Path, ext: Mapping[str, Any]) -> Server:
+    """Describe a server of the demo's draft under an ``eagle3_ext``."""
     words = ["--model-path", str(target), "--device", "cpu", "--attention-backend", "eagle3_cpu", "--dtype", "float32"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--skip-server-warmup", "--sleep-on-idle"]
     words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT)]
@@ -322,22 +326,34 @@ def ask_server(target: Path, folder: Path, features: Features, ext: Mapping[str,
     words += ["--speculative-num-draft-tokens", str(STEPS + 1)]
     words += ["--json-model-override-args", json.dumps({"eagle3_ext": ext})]
     environment = {"SGLANG_PLATFORM": "eagle3_ext", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return Server("served", [sys.executable, "-m", "sglang.launch_server", *words], log, environment)
+
+
+def ask(server: Server, tokens: int, ids: list[int]) -> dict[str, Any]:
+    """Ask for one greedy answer."""
+    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
+    request = urllib.request.Request(
+        f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=1800) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def warned_after(log: Path) -> int | None:
+    """Return the verify steps on which a server's warning rested, ``None`` where it gave none."""
+    found = re.search(r"got [\d.]+ over (\d+) verify steps.*sglang-eagle3 probe", log.read_text(errors="replace"))
+    return int(found[1]) if found else None
+
+
+def ask_server(target: Path, folder: Path, features: Features, ext: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one server on the demo's draft under an ``eagle3_ext``, ask for every answer, and read its counters."""
     log = folder / "server.log"
-    server = Server("served", [sys.executable, "-m", "sglang.launch_server", *words], log, environment)
-
-    def ask(ids: list[int]) -> dict[str, Any]:
-        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": NEW}}
-        request = urllib.request.Request(
-            f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=1800) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
-
+    server = draft_server(target, log, ext)
     prompts = [answer.tokens[: answer.prompt_length].tolist() for answer in features.answers]
     with running([server]), ThreadPoolExecutor(16) as pool, progress(len(prompts), "answers") as bar:
         answers = []
-        for got in pool.map(ask, prompts):
+        for got in pool.map(partial(ask, server, NEW), prompts):
             answers.append(got)
             bar.update()
     verify = sum(a["meta_info"]["spec_verify_ct"] for a in answers)
@@ -346,15 +362,40 @@ def ask_server(target: Path, folder: Path, features: Features, ext: Mapping[str,
     reached = [sum(sum(h[i:]) for h in histogram) for i in range(STEPS + 1)]
     texts = [a.tokens[a.prompt_length :][: a.completion_tokens].tolist() for a in features.answers]
     same = sum(a["output_ids"] == text for a, text in zip(answers, texts, strict=True))
-    warned = re.search(r"got ([\d.]+) over (\d+) verify steps.*sglang-eagle3 probe", log.read_text(errors="replace"))
     return {
         "accept_length": completion / verify,
         "accept_per_position": [count / reached[0] for count in reached[1:]],
         "verify_steps": verify,
         "completion_tokens": completion,
         "same_text": same / len(answers),
-        "watch_rested_on": int(warned[2]) if warned else None,
+        "watch_rested_on": warned_after(log),
     }
+
+
+def run_drift(target: Path, folder: Path) -> None:
+    """Serve the right assembly what the probe recorded of it, on one category of texts after another."""
+    best = json.loads(RESULT.read_text())["default"]["result"]["best"]
+    chain = {"steps": STEPS, "topk": 1, "draft_tokens": STEPS + 1}
+    expected = {key: best[key] for key in ("accept_length", "accept_per_position", "verify_steps")} | chain
+    stamped = stamp() | {"draft_sha256": demo_draft()}
+    prompts = [prompt for file in DRIFTING for prompt in read_prompts(file)]
+    categories = list(dict.fromkeys(prompt.group for prompt in prompts))
+    log = folder / "server.log"
+    server = draft_server(target, log, {"sources": RIGHT, "expected": expected})
+    lengths: dict[str, float] = {}
+    steps = 0
+    with running([server]), ThreadPoolExecutor(6) as pool, progress(len(prompts), "answers") as bar:
+        for category in categories:
+            texts = encode([prompt for prompt in prompts if prompt.group == category], target)
+            counts = []
+            for got in pool.map(partial(ask, server, DRIFTING_NEW), texts):
+                counts.append((got["meta_info"]["completion_tokens"], got["meta_info"]["spec_verify_ct"]))
+                bar.update()
+            tokens, verified = map(sum, zip(*counts, strict=True))
+            lengths[str(category)], steps = tokens / verified, steps + verified
+    found = {"verify_steps": steps, "accept_length": lengths, "watch_rested_on": warned_after(log)}
+    sys.stderr.write(f"drift: {found}\n")
+    keep("drift", {**stamped, "expected": expected, "prompts": len(prompts), "max_new_tokens": DRIFTING_NEW, **found})
 
 
 def main() -> None:
@@ -366,6 +407,7 @@ def main() -> None:
     told = steps.add_parser("told")
     served = steps.add_parser("served")
     steps.add_parser("pairs")
+    steps.add_parser("drift")
     served.add_argument("names", nargs="*", metavar="NAME", help=f"among {', '.join(SERVED)}; default: all")
     for step in (default, picture, told, served):
         step.add_argument("--features", type=Path, metavar="FILE")
@@ -384,6 +426,8 @@ def main() -> None:
             run_default(target, folder, arguments.features, arguments.save_features, arguments.threads)
         elif arguments.step == "picture":
             draw_picture(target, folder, arguments.features, arguments.threads)
+        elif arguments.step == "drift":
+            run_drift(target, folder)
         elif arguments.step == "told":
             run_told(target, folder, arguments.features)
         else:

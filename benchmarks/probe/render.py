@@ -67,6 +67,19 @@ def large(part: dict[str, Any] | None) -> str:
     )
 
 
+def drift(part: dict[str, Any] | None) -> str:
+    """Say what the watch said of the right assembly while texts drifted."""
+    if part is None:
+        return NOT_YET
+    lengths = part["accept_length"].values()
+    said = f"after {part['watch_rested_on']:,}" if part["watch_rested_on"] else "nothing"
+    return (
+        f"One server with the right assembly, its value recorded by the probe on other texts, {len(lengths)} "
+        f"categories of texts one after another: {part['verify_steps']:,} verify steps, accept lengths from "
+        f"{min(lengths):.2f} to {max(lengths):.2f}; the watch said {said}. {DATA}\n"
+    )
+
+
 def told(part: dict[str, Any] | None) -> str:
     """Say what is found in copies that say different things of themselves."""
     if part is None:
@@ -178,6 +191,7 @@ def render(page: str, result: dict[str, Any]) -> str:
         ("default", default),
         ("memory", memory),
         ("large", large),
+        ("drift", drift),
         ("told", told),
         ("served", served),
         ("pairs", pairs),

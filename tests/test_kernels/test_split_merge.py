@@ -149,7 +149,7 @@ def full_mask(sees: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("packer", [pack_mask, pack_mask_torch], ids=["kernel", "twin"])
 @pytest.mark.parametrize("num_draft", [1, 7, 13, 63, 64, 65, 128])
-def test_bits_say_what_the_mask_says(packer: Any, num_draft: int) -> None:
+def test_bits_say_what_the_mask_says(packer: Any, num_draft: int, record: Callable[..., None]) -> None:
     torch.manual_seed(num_draft)
     lengths = (5, 0, 70)
     sees = torch.rand(3, num_draft, num_draft) < 0.5
@@ -160,7 +160,11 @@ def test_bits_say_what_the_mask_says(packer: Any, num_draft: int) -> None:
     ]
     signed = [[word - (1 << 64) if word >> 63 else word for word in words] for words in expected]
     indptr = offsets(lengths)
-    assert packer(sees.flatten(), indptr, num_draft).tolist() == signed
+    packed = packer(sees.flatten(), indptr, num_draft)
+    assert packed.tolist() == signed
+    if packer is pack_mask:
+        about = {"kernel": "split_merge", "case": f"bits of {num_draft} draft tokens", "dtype": packed.dtype}
+        record("errors", **about, oracle="the mask, cell by cell", result=packed)
     assert packer(full_mask(sees, lengths).to(torch.uint8), indptr, num_draft, layout="full").tolist() == signed
 
 
@@ -172,7 +176,7 @@ def test_a_chain_sees_all_before_it(num_draft: int) -> None:
 
 @pytest.mark.parametrize("merger", [merge, merge_torch], ids=["kernel", "twin"])
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 40), (8, 128)])
-def test_merges_as_one_softmax(merger: Any, heads: int, width: int) -> None:
+def test_merges_as_one_softmax(merger: Any, heads: int, width: int, record: Callable[..., None]) -> None:
     torch.manual_seed(heads)
     plan = plan_splits_torch(offsets((600, 0, 1300)), target=6, min_chunk=TILE)
     slots, n = len(plan.slot_request), 3
@@ -191,6 +195,9 @@ def test_merges_as_one_softmax(merger: Any, heads: int, width: int) -> None:
         mass = torch.exp2(partial_lse[first : first + count].double())[..., None]
         expected = (mass * partial_out[first : first + count].double()).sum(0) / mass.sum(0)
         torch.testing.assert_close(rows.double(), expected, rtol=1e-5, atol=1e-6)
+    if merger is merge:
+        case = f"merge, {heads} heads of {width}"
+        record("errors", kernel="split_merge", case=case, dtype=out.dtype, oracle="float64", result=out)
 
 
 @pytest.mark.host

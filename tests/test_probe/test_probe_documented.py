@@ -72,6 +72,15 @@ def test_what_the_page_promises() -> None:
     assert served["right"]["served"]["watch_rested_on"] is None
 
 
+def test_the_right_assembly_is_not_reported_though_texts_drift() -> None:
+    drift = RESULT["drift"]
+    assert drift["draft_sha256"] == demo_draft()
+    assert drift["verify_steps"] >= 5000
+    assert len(drift["accept_length"]) == 10
+    assert max(drift["accept_length"].values()) > 1.2 * min(drift["accept_length"].values())
+    assert drift["watch_rested_on"] is None
+
+
 def test_the_page_says_what_was_measured() -> None:
     page = render.PAGE.read_text()
     assert render.render(page, json.loads(render.RESULT.read_text())) == page, "run: make docs"
