@@ -81,6 +81,19 @@ def test_the_right_assembly_is_not_reported_though_texts_drift() -> None:
     assert drift["watch_rested_on"] is None
 
 
+def test_of_how_many_pairs_the_page_speaks() -> None:
+    found = {name: pair for name, pair in RESULT["pairs"]["pairs"].items() if "another target" not in name}
+    right = [
+        name
+        for name, pair in found.items()
+        if pair["trained"] == pair["found"] and pair["switches"]["trained"] == pair["switches"]["found"]
+    ]
+    assert (len(found), len(right)) == (18, 14)
+    assert sum("norms" in name for name in right) == sum("residual" in name for name in right) == 2
+    assert "Of eighteen drafts" in (page := render.PAGE.read_text())
+    assert "fourteen are read as they were trained" in page
+
+
 def test_the_page_says_what_was_measured() -> None:
     page = render.PAGE.read_text()
     assert render.render(page, json.loads(render.RESULT.read_text())) == page, "run: make docs"
