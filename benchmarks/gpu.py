@@ -142,7 +142,7 @@ def run_shape(
 
     Returns:
         A row per provider and peer, and what went wrong with ours and PyTorch's. One that breaks costs only its own
-        row: the machine may not be at hand again.
+        row: the machine may not be at hand again. Where PyTorch's has no memory there is one row for all.
     """
     rows: list[Row] = []
     problems: list[str] = []
@@ -237,12 +237,14 @@ def main() -> None:
         try:
             prepared = bench.prepare(bench.SHAPES[name], device, torch.bfloat16)
         except torch.OutOfMemoryError:
+            prepared = None
             rows.append(skipped(op, name, "all", TOO_LARGE))
-            torch.cuda.empty_cache()
-            continue
         except Exception as problem:
+            prepared = None
             problems.append(f"{op}, {name}: {type(problem).__name__}: {str(problem)[-400:]}")
             rows.append(skipped(op, name, "all", type(problem).__name__))
+        if prepared is None:
+            torch.cuda.empty_cache()
             continue
         of_shape, wrong = run_shape(op, name, prepared, flops, about, partial(why_missing, folder))
         rows += of_shape

@@ -222,6 +222,9 @@ def main(op: str, description: str, shapes: Mapping[str, Any], smoke: Any, prepa
     todo = {"smoke": smoke} if args.smoke else {name: shapes[name] for name in args.shape}
     about, rows = machine(device), list[Row]()
     for name, shape in todo.items() if args.smoke else progress(todo.items(), len(todo), op):
+        prepared = None  # the one before makes room
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         try:
             prepared = prepare(shape, device, dtype)
             budget_of(prepared)

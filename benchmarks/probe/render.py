@@ -76,7 +76,8 @@ def drift(part: dict[str, Any] | None) -> str:
     return (
         f"One server with the right assembly, its value recorded by the probe on other texts, {len(lengths)} "
         f"categories of texts one after another: {part['verify_steps']:,} verify steps, accept lengths from "
-        f"{min(lengths):.2f} to {max(lengths):.2f}; the watch said {said}. {DATA}\n"
+        f"{min(lengths):.2f} to {max(lengths):.2f} against {part['expected']['accept_length']:.2f} recorded; the watch "
+        f"said {said}. {DATA}\n"
     )
 
 

@@ -347,6 +347,8 @@ class Served:
                 rests = (
                     f"{recorded:,} verify steps" if recorded else f"steps nobody noted, taken for {RECORDED_STEPS:,}"
                 )
+                if recorded and recorded > MOST_RECORDED_STEPS:
+                    rests += f", taken for {MOST_RECORDED_STEPS:,}"
                 compared = f"with {_shares(expected)} per position, measured on {rests} ({why})"
             logger.info("  watch             acceptance is compared %s", compared)
 

@@ -128,7 +128,7 @@ def warm(folder: Path) -> Iterator[Callable[[Sequence[str]], tuple[int, str]]]:
             launches.write(json.dumps(asked) + "\n")
             launches.flush()
             if not select.select([ends], [], [], 300)[0]:
-                pytest.fail(f"hangs: {' '.join(words)}\n{error.read_text(errors='replace')}")
+                pytest.fail(f"hangs: {' '.join(words)}\n{error.read_text(errors='replace') if error.exists() else ''}")
             return int(ends.readline()), error.read_text(errors="replace")
 
         try:

@@ -10,10 +10,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
+import time
 from typing import Any
 
 from sglang.launch_server import load_plugins
+
+LONGEST_S = 240.0
+"""After which a launch hangs, and is killed: its exit code then says so."""
 
 
 def launch(arguments: list[str], cwd: str, error: str) -> None:
@@ -43,7 +48,12 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             launch(**asked)
-        _, status = os.waitpid(child, 0)
+        ends = time.monotonic() + LONGEST_S
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.02)
+            if time.monotonic() > ends:
+                os.killpg(child, signal.SIGKILL)
+        status = ended[1]
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
         sys.stdout.flush()
 

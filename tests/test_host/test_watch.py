@@ -337,7 +337,7 @@ def test_recorded_value_speaks_of_greedy_requests_only(monkeypatch: pytest.Monke
     ("noted", "taken", "said"),
     [
         (300, 300, "measured on 300 verify steps"),
-        (10**6, watch.MOST_RECORDED_STEPS, "measured on 1,000,000 verify steps"),
+        (10**6, watch.MOST_RECORDED_STEPS, "measured on 1,000,000 verify steps, taken for 10,000"),
         (None, watch.RECORDED_STEPS, "measured on steps nobody noted, taken for 1,000"),
     ],
 )
