@@ -261,7 +261,7 @@ def run_served(target: Path, folder: Path, kept: Path | None, names: Sequence[st
     asked = {tuple(answer.tokens[: answer.prompt_length].tolist()) for answer in features.answers}
     others = [] if kept is None else Features.open(kept).answers
     others = [answer for answer in others if tuple(answer.tokens[: answer.prompt_length].tolist()) not in asked]
-    # Recorded on other texts than those that are served, where there are any.
+    # Recorded on other texts than those that are served where ``--features`` has some; else `right` cannot be reported.
     right = measure(candidates, others or features.answers, (0, 4, 16), (), steps=STEPS).total
     expected = {
         "accept_length": right.accept_length,
